@@ -16613,13 +16613,13 @@ HPML_API hpml_tensor *hpml_einsum(const char *text, hpml_tensor *a, hpml_tensor 
 // >>simulate   moves in virtual time, by a queue of ranks
 // ---------------------------------------------------------------------------------------------------------------------
 /* Every simulated rank has a clock. Ranks that are about to send wait in a queue by (clock, rank), as threads do in
-   >>clock, so that messages enter the cards in the same order as there and arrive at the same times. A message costs
-   some 50 to 100 ns of computation. Two shapes of collectives have p^2 messages and need less, because the order of
-   turns does not matter in them:
-     ring         each card serves one pair of ranks: played round by round, without a queue (some ns a message). Where
-                  all nodes are in the same state, the ranks of one node represent those of all nodes
-     all to all   the ranks of one node represent those of all nodes likewise
-   Tests compare both shapes with the queue. */
+   >>clock, so that messages enter the network cards in the same order as there and arrive at the same times. A message
+   takes some 50 to 100 ns to simulate. Two collectives, which have p^2 messages, are simulated without the queue,
+   because the order in which their ranks send does not matter:
+     ring         each card serves one pair of ranks: round by round (some ns a message). Where all nodes are in the
+                  same state, the ranks of one node represent those of all nodes
+     all to all   only where all nodes are in the same state: the ranks of one node represent those of all nodes
+   Tests compare both with the queue. */
 
 typedef struct hpmlc_sim_event {
     double time;
@@ -16633,14 +16633,14 @@ typedef struct hpmlc_sim_letter { /* a message that has been sent to a rank whic
     double arrival;
 } hpmlc_sim_letter;
 
-typedef struct hpmlc_sim_rank { /* a simulated rank. One struct, because its members are used together */
+typedef struct hpmlc_sim_rank { /* a simulated rank: its current round (move) and messages that came too early */
     int     phase, round;
-    int     to, from;    /* ranks of the current move, -1: none */
+    int     to, from;    /* to which rank the current move sends, from which it receives; -1: none */
     int64_t bytes;       /* bytes sent by the current move */
-    int     tag;         /* of the current move; its messages match messages with the same tag */
-    bool    far, far_from; /* only in programs (>>play): true: rank `to`, rank `from` is on another node */
+    int     tag;         /* of the current move: it receives only messages whose sender's move has this tag */
+    bool    far, far_from; /* only in programs (>>play): whether `to`, `from` is on another node */
     int     want;        /* the rank whose message is awaited; -1: none */
-    int     first, last; /* indices of the letters to this rank, -1: none */
+    int     first, last; /* indices of the first and last letter to this rank, -1: none */
     int     next;        /* the rank after this one in the same run (hpmlc_sim_push), -1: none */
 } hpmlc_sim_rank;
 
@@ -16650,12 +16650,12 @@ typedef struct hpmlc_sim hpmlc_sim;
 struct hpmlc_sim {
     hpml_comm         layout;             /* a communicator without a transport: nodes and links of the ranks */
     int               p, nodes, per_node; /* ranks, nodes, ranks of each node; per_node 0: the nodes differ */
-    bool              mixed;              /* ring neighbours may be on different nodes that have several ranks each */
-    bool              plain;              /* for tests: plays every collective by the queue */
-    double            latency[2], rate[2]; /* [0] inside a node, [1] between nodes: seconds, seconds a byte */
+    bool              mixed;              /* ring neighbours may be on different nodes with several ranks each */
+    bool              plain;              /* true, for tests: simulates every collective with the queue */
+    double            latency[2], rate[2]; /* seconds; seconds a byte; [0] inside a node, [1] between nodes */
     int32_t          *node;               /* (p) number of each rank's node */
     double           *clock;              /* (p) virtual time of each rank, seconds */
-    double           *out, *in;           /* (p + nodes) time when each rank's, each node's network card is free */
+    double           *out, *in;           /* (p + nodes) time when the card of each rank, then of each node, is free */
     int64_t          *bytes, *messages;   /* (p) bytes and messages that each rank has sent */
     int64_t           between;            /* bytes sent from node to node */
     double           *work;               /* (4 p) scratch array of hpmlc_sim_ring and hpmlc_sim_all_to_all */
@@ -16672,11 +16672,11 @@ struct hpmlc_sim {
     hpmlc_sim_letter *letter;
     int               letters, free_letter; /* number of letters allocated; index of the first unused one, -1: none */
     bool              failed;             /* true: out of memory */
-    /* For programs (>>play). There each rank has `streams` actors, which share its network card; "rank" in the comments
-       above then means an actor: */
+    /* For programs (>>play): each rank has `streams` actors, which share its network card, and p counts actors; "rank"
+       in the comments on the fields above then means an actor: */
     int               streams;            /* actors of a rank: 2, or 1 where ranks have no programs */
-    double           *waited;             /* (p) seconds that each actor has waited in its current act; else NULL */
-    bool            (*program)(hpmlc_sim *s, int r); /* sets the current move of actor r; false: none; or NULL */
+    double           *waited;             /* (p) seconds each actor waited in its current act; NULL: no programs */
+    bool            (*program)(hpmlc_sim *s, int r); /* sets actor r's move; false: none. NULL: no programs */
 };
 
 HPMLC_FN void hpmlc_sim_close(hpmlc_sim *s)
@@ -16741,7 +16741,8 @@ HPMLC_FN int hpmlc_sim_representative(const hpmlc_sim *s, int rank)
     return s->layout.spread ? rank - s->node[rank] : rank % s->per_node;
 }
 
-/* Returns the index in s->out and s->in of a rank's network card: if `far` (another node) its node's, else its own. */
+/* Returns the index in s->out and s->in of the card that rank `rank` uses: far, for messages to or from another node:
+   the card of its node; else its own. */
 HPMLC_FN int hpmlc_sim_card(const hpmlc_sim *s, int rank, bool far)
 {
     return far ? s->p + s->node[rank] : rank - rank % s->streams;
@@ -16749,8 +16750,8 @@ HPMLC_FN int hpmlc_sim_card(const hpmlc_sim *s, int rank, bool far)
 
 /* Simulates a message that rank `from` sends at its clock; returns when it arrives, in seconds, by the rules of
    hpmlc_arrival except in an all to all: there the receiving node's card is not occupied, because at any time as many
-   bytes enter a node as leave it. If cards were reserved in the order of sending, a busy receiving card would delay the
-   sending card, and this card the next message, which does not happen in a real switch. */
+   bytes enter a node as leave it. If it were occupied, a busy receiving card would delay the sending card, and this one
+   the next message to another node, which does not happen in a real switch. */
 HPMLC_FN double hpmlc_sim_send(hpmlc_sim *s, int from, int to, int64_t bytes)
 {
     bool    far  = s->program ? s->rank[from].far : s->node[from] != s->node[to];
@@ -16774,9 +16775,9 @@ HPMLC_FN bool hpmlc_sim_before(hpmlc_sim_event a, hpmlc_sim_event b)
 }
 
 /* Puts a rank into the queue. The queue is a set of runs: lists of ranks in the order of their turns, by (clock, rank).
-   A rank is appended to the run with the latest end that is before the rank's turn; where there is none, it begins a
-   run. So runs stay sorted by their ends, and a run that gets empty is the last, with the earliest end. Ranks that do
-   the same at the same time need few runs, whose ends stay in the cache; a heap of all ranks would miss the cache. */
+   A rank is appended to the run with the latest last turn that is before the rank's turn; if there is none, it begins
+   a run. So runs stay sorted by their last turns, and a run that gets empty is the one with the earliest. Ranks that do
+   the same at the same time need few runs, which the processor's cache can hold, unlike a heap of all ranks. */
 HPMLC_FN void hpmlc_sim_push(hpmlc_sim *s, int rank)
 {
     hpmlc_sim_event e;
@@ -16819,13 +16820,13 @@ HPMLC_FN int hpmlc_sim_pop(hpmlc_sim *s)
     return top;
 }
 
-/* Returns how many elements block i has, the i-th of p almost equal parts of the array of s->n elements. */
+/* Returns the number of elements of block i of the s->p almost equal blocks into which s->n elements are divided. */
 HPMLC_FN int64_t hpmlc_sim_block(const hpmlc_sim *s, int i)
 {
     return hpml_block(s->n, s->p, i + 1) - hpml_block(s->n, s->p, i);
 }
 
-/* Stores what rank r sends and receives in the current round of its phases in s->rank[r]; false: no round is left. */
+/* Sets in s->rank[r] what rank r sends and receives in the current round of its phases; false: no round is left. */
 HPMLC_FN bool hpmlc_sim_phase_move(hpmlc_sim *s, int r)
 {
     hpmlc_sim_rank *q = &s->rank[r];
@@ -16844,8 +16845,8 @@ HPMLC_FN bool hpmlc_sim_phase_move(hpmlc_sim *s, int r)
     return false;
 }
 
-/* Stores what rank r sends and receives in its current round in s->rank[r]; false: it has no round left, or its program
-   cannot go on. */
+/* Sets in s->rank[r] what rank r sends and receives in its current round; false: it has no round left, or its program
+   waits for another actor. */
 HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r)
 {
     hpmlc_sim_rank *q = &s->rank[r];
@@ -16867,7 +16868,7 @@ HPMLC_FN void hpmlc_sim_arrive(hpmlc_sim *s, int r, double arrival)
     s->clock[r] = arrival;
 }
 
-/* Receives the first message sent by `from` to rank r, and sets r's clock to its arrival, if later. False: none yet. */
+/* Receives the first message from rank `from` to rank r: sets r's clock to its arrival, if later. False: none yet. */
 HPMLC_FN bool hpmlc_sim_take(hpmlc_sim *s, int r, int from)
 {
     hpmlc_sim_rank *q = &s->rank[r];
@@ -16947,7 +16948,7 @@ HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
         int             r = hpmlc_sim_pop(s), to = s->rank[r].to;
         double          arrival = hpmlc_sim_send(s, r, to, s->rank[r].bytes);
         hpmlc_sim_rank *q = &s->rank[to];
-        if (q->want == r && q->tag == s->rank[r].tag) { /* rank `to` waits for this message */
+        if (q->want == r && q->tag == s->rank[r].tag) { /* true: rank `to` waits for this message */
             hpmlc_sim_arrive(s, to, arrival);
             q->want = -1;
             q->round++;
@@ -16961,9 +16962,9 @@ HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
 // >>simulate-fast   rings and all to all in virtual time without a queue
 // ---------------------------------------------------------------------------------------------------------------------
 /* Returns q, the number of ranks of a ring over n elements that are simulated for all p, because rank i does the same
-   at the same time as rank i % q: 1, the ranks of a node, or p. Fewer than p only where the p blocks of the array are
-   equal, or so many that each may count as the longest (then the time is an upper bound). free_at: (p) the time in
-   seconds at which the link from rank i to rank i + 1 gets free. */
+   at the same time as rank i % q: 1, the ranks of a node, or p. q is below p only where the p blocks of the array have
+   equal lengths, or p is so large that all may count as the longest one (then the time is an upper bound). free_at: (p)
+   the time in seconds at which the link from rank i to rank i + 1 gets free. */
 HPMLC_FN int hpmlc_sim_period(const hpmlc_sim *s, int64_t n, const double *free_at)
 {
     int q = s->per_node > 0 && !s->mixed ? s->per_node : s->p;
@@ -16974,9 +16975,9 @@ HPMLC_FN int hpmlc_sim_period(const hpmlc_sim *s, int64_t n, const double *free_
     return q;
 }
 
-/* Simulates a ring of all ranks in which no two pairs of neighbours share a network card. rounds: 2 (p - 1), or p - 1
-   for an allgather alone. In round k rank i sends block i - 1 - k, in an allgather alone block i - k, of the p blocks
-   of the array. */
+/* Simulates a ring of all p ranks in which no two pairs of neighbours share a network card. rounds: 2 (p - 1) for an
+   allreduce, p - 1 for an allgather. In round k rank i sends block i - 1 - k of the array, in an allgather block i - k,
+   modulo p. */
 HPMLC_FN void hpmlc_sim_ring(hpmlc_sim *s, int rounds)
 {
     int     p = s->p, all = rounds == p - 1 ? 0 : 1;
@@ -16984,7 +16985,7 @@ HPMLC_FN void hpmlc_sim_ring(hpmlc_sim *s, int rounds)
     for (int i = 0; i < p; i++) {
         int     next = (i + 1) % p, far = s->node[i] != s->node[next];
         double  out = s->out[hpmlc_sim_card(s, i, far)], in = s->in[hpmlc_sim_card(s, next, far)];
-        int64_t mine = hpmlc_sim_block(s, i), kept = hpmlc_sim_block(s, next); /* blocks not sent in 1st, 2nd half */
+        int64_t mine = hpmlc_sim_block(s, i), kept = hpmlc_sim_block(s, next); /* not sent in 1st, 2nd half */
         int64_t sent = ((all ? 2 * s->n - mine : s->n) - kept) * (int64_t)s->size;
         free_at[i] = out > in ? out : in;
         block[i] = block[i + p] = (double)(mine * (int64_t)s->size);
@@ -17034,10 +17035,10 @@ HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
     int     p = s->p, m = s->nodes == 1 ? 1 : s->per_node;
     double *arrival = s->work, busy = (double)((s->n + p - 1) / p * (int64_t)s->size); /* (p) */
     double  card = s->out[p];
-    int32_t *order = s->phases; /* (m) the ranks that represent all ranks, sorted by clock */
+    int32_t *order = s->phases; /* (m) the simulated ranks, sorted by clock; m: one, or those of one node */
     for (int j = 0; j < m; j++) order[j] = s->layout.spread ? j * s->nodes : j;
     for (int k = 1; k < p; k++) {
-        for (int j = 1; j < m; j++) { /* insertion sort: the ranks are nearly sorted */
+        for (int j = 1; j < m; j++) { /* insertion sort, fast because the order changes little in a round */
             int r = order[j], i = j;
             for (; i > 0 && s->clock[order[i - 1]] > s->clock[r]; i--) order[i] = order[i - 1];
             order[i] = r;
@@ -17072,8 +17073,8 @@ HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
     }
 }
 
-/* Returns true when the collective is nothing but the ring that hpmlc_sim_ring simulates: all ranks, the whole array,
-   reduce-scatter and allgather, or allgather alone. Checks rank 0's phases, because the other ranks have the same. */
+/* Returns whether hpmlc_sim_ring can simulate the collective: a ring of all ranks, over the whole array, that does a
+   reduce-scatter and an allgather, or an allgather only. Checks rank 0's phases, which the other ranks have, too. */
 HPMLC_FN bool hpmlc_sim_is_ring(const hpmlc_sim *s)
 {
     const hpmlc_kind *const ring[] = { &hpmlc_ring_scatter, &hpmlc_ring_gather };
@@ -17183,8 +17184,9 @@ HPMLC_FN hpml_status hpmlc_sim_check(const hpml_simulate_desc *d, const hpmlc_te
     return HPML_OK;
 }
 
-/* Simulates the exchange of a bucket of n floats, ready on rank r at ready * slow[r] seconds. packed: its compressed
-   bytes, used where d->packed is given. Adds the seconds of the exchange to *comm. False: out of memory. */
+/* Simulates the exchange of a bucket of n floats, which rank r has computed at ready * d->network.slow[r] seconds.
+   packed: bytes of the compressed bucket; used if d->packed is not NULL. Adds the exchange's seconds to *comm. False:
+   out of memory. */
 HPMLC_FN bool hpmlc_sim_bucket(hpmlc_sim *s, const hpml_simulate_desc *d, double ready, int64_t n, int64_t packed,
                                double *comm)
 {
@@ -17225,7 +17227,7 @@ HPMLC_FN void hpmlc_sim_deal(hpmlc_sim *s, int first, int end, int to, int to_en
 /* Simulates steps with parameter servers; stores mean times and counts of the steps after warm-up in *out. */
 HPMLC_FN void hpmlc_sim_servers(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_simulation *out)
 {
-    enum { STEPS = 8 }; /* steps that are measured, after as many to warm up */
+    enum { STEPS = 8 }; /* steps that are counted, after as many steps that are not */
     const int workers = s->p - d->servers;
     double    compute = 0, slowest = 1, begin = 0, end = 0;
     int64_t   up = 0, down = 0;
@@ -17237,7 +17239,7 @@ HPMLC_FN void hpmlc_sim_servers(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_
     for (int step = 0; step < 2 * STEPS; step++) {
         if (step == STEPS) {
             begin = end;
-            memset(s->bytes, 0, sizeof *s->bytes * 2 * (size_t)s->p); /* and s->messages */
+            memset(s->bytes, 0, sizeof *s->bytes * 2 * (size_t)s->p); /* s->bytes and s->messages */
             s->between = 0;
         }
         for (int r = 0; r < workers; r++) s->clock[r] += compute * (d->network.slow ? d->network.slow[r] : 1);
@@ -17351,10 +17353,10 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
 typedef struct hpmlc_pipe_sim {
     const hpml_pipe_desc *desc;
     int                   p, m, chunks;
-    hpmlc_sim             net;        /* clocks of the stages, cards, links */
+    hpmlc_sim             net;        /* clocks of the stages, network cards and links between them */
     hpmlc_pipe_walk      *walk;       /* (p) */
     hpml_pipe_task       *next;       /* (p) the task that each stage does next */
-    bool                 *ended;      /* (p) the stage has no task left */
+    bool                 *ended;      /* (p) true: the stage has no task left */
     double               *arrival[2]; /* (pieces, m) when the input of a forward, backward pass arrives; -1: unknown */
 } hpmlc_pipe_sim;
 
@@ -17374,7 +17376,7 @@ HPMLC_FN bool hpmlc_pipe_sim_open(hpmlc_pipe_sim *s, const hpml_pipe_desc *d)
         return false;
     s->arrival[1] = s->arrival[0] + inputs;
     for (size_t i = 0; i < 2 * inputs; i++) s->arrival[0][i] = -1;
-    for (int i = 0; i < s->m; i++) { /* known from the start: the first piece's inputs, the last one's gradient */
+    for (int i = 0; i < s->m; i++) { /* at 0 s: inputs of the first piece, gradients of the last one */
         s->arrival[0][i] = 0;
         s->arrival[1][inputs - 1 - (size_t)i] = 0;
     }
@@ -17437,8 +17439,8 @@ HPMLC_FN void hpmlc_pipe_send(hpmlc_pipe_sim *s, int r, const hpml_pipe_task *t)
         *arrival = hpmlc_sim_send(&s->net, r, piece % s->p, s->desc->bytes ? s->desc->bytes[cut] : 0);
 }
 
-/* Simulates, of the next tasks of all stages, the one that ends first (if equal, that of the lowest stage), so that
-   messages leave in the order of time. Stores the task in *span. False: no stage can go on. */
+/* Simulates, of the next tasks of all stages, the task that ends first (of several, that of the lowest stage), so that
+   messages are sent in the order of time. Stores the task and its times in *span. False: no stage can go on. */
 HPMLC_FN bool hpmlc_pipe_step(hpmlc_pipe_sim *s, hpml_pipe_span *span)
 {
     int first = -1;
@@ -17479,7 +17481,7 @@ HPMLC_FN hpml_status hpmlc_pipe_check_times(const hpml_pipe_desc *d, const hpmlc
 HPMLC_FN void hpmlc_pipe_run(hpmlc_pipe_sim *s, hpml_pipe_simulation *out, hpml_pipe_span *spans, int capacity)
 {
     hpml_pipe_span span = { 0, { HPML_PIPE_FORWARD, 0, 0, 0, 0, 0 }, 0, 0 };
-    double        *busy = s->net.work, all = 0; /* busy: (p) seconds, in a scratch array of the simulator */
+    double        *busy = s->net.work, all = 0; /* busy: (p) seconds that each stage computes; all: their sum */
     for (int r = 0; r < s->p; r++) busy[r] = 0;
     while (hpmlc_pipe_step(s, &span)) {
         if (out->tasks < capacity && spans) spans[out->tasks] = span;
