@@ -17602,12 +17602,12 @@ HPML_API int hpml_pipe_svg(const hpml_pipe_span *spans, int count, const char *t
 // >>play   programs of all ranks in virtual time
 // ---------------------------------------------------------------------------------------------------------------------
 /* A program is a list of acts that a rank repeats in each step. Each rank has two actors, its own thread and its
-   background thread, with a clock each; the list of the background's acts is cut into jobs, which begin when the rank's
-   own thread has posted them. The queue of >>simulate plays the messages of all actors. Of two actors with equal clocks
-   the background comes first, as in >>clock. */
+   background thread (below: background), with a clock each; the background's list of acts is cut into jobs, which begin
+   when the rank's own thread has posted them. The queue of >>simulate plays the messages of all actors. Of a rank's
+   actors with equal clocks the background sends first, as in >>clock. */
 
 typedef enum hpmlc_act_kind {
-    HPMLC_ACT_COMPUTE, /* takes .seconds */
+    HPMLC_ACT_COMPUTE, /* computes for .seconds seconds */
     HPMLC_ACT_SEND, HPMLC_ACT_RECEIVE, /* .n bytes to, or from, the rank at position .peer of .group */
     HPMLC_ACT_COLLECT, /* takes part in the collective .collective of the ranks of .group */
     HPMLC_ACT_POST,    /* lets the background begin its next job */
@@ -17619,8 +17619,8 @@ typedef enum hpmlc_collective {
     HPMLC_ALLREDUCE, HPMLC_REDUCE_SCATTER, HPMLC_ALLGATHER, HPMLC_BROADCAST, /* .n elements of .size bytes */
     HPMLC_STRIPES,     /* all to all: each rank sends another block, .n bytes with its header, to each other rank */
     HPMLC_SUMS,        /* each rank sends the same block, .n bytes with its header, to all other ranks */
-    HPMLC_PASSES,      /* in each of size - 1 rounds each rank sends .n bytes to the next rank of the group */
-    HPMLC_SHIFTS       /* in round r each rank sends .n bytes to the rank 2^r places on: sums a few numbers */
+    HPMLC_PASSES,      /* in each of p - 1 rounds each of p ranks sends .n bytes to the next one */
+    HPMLC_SHIFTS       /* a sum of few numbers: in round r each rank sends .n bytes to the rank 2^r on */
 } hpmlc_collective;
 
 /* A group of a play: the ranks along one axis (then its number is that hpml_axis), the ranks that average gradients, or
@@ -17649,7 +17649,7 @@ typedef struct hpmlc_acts {
 
 typedef struct hpmlc_role { hpmlc_acts own, background; } hpmlc_role;
 
-typedef struct hpmlc_layouts hpmlc_layouts; /* on which node each rank of a group is: AUTO's choice depends on this */
+typedef struct hpmlc_layouts hpmlc_layouts; /* list: of a group, each rank's node, on which AUTO's choice depends */
 struct hpmlc_layouts {
     hpmlc_layouts *next;
     int            group;
@@ -17659,22 +17659,22 @@ struct hpmlc_layouts {
 typedef struct hpmlc_actor {
     const hpmlc_acts *acts;
     int               at, step;     /* indices of the current act in .acts, and of the own thread's current step */
-    bool              begun;        /* the collective of the current act has begun */
-    bool              idle;         /* own thread: waits for a job to end; background: for one to be posted */
+    bool              begun;        /* true: the collective of the current act has begun */
+    bool              idle;         /* true: waits, own thread for a job's end, background for a job */
     int64_t           jobs;         /* own thread: jobs that it has posted; background: jobs that have ended */
     hpmlc_layouts    *layout[HPMLC_GROUPS];
-    double            term[HPML_TERM_COUNT], link[2]; /* seconds, without the first step: of each term; of waiting for
-                                       messages, without bubbles, [0] within a node, [1] between nodes */
+    double            term[HPML_TERM_COUNT], link[2]; /* seconds after the first step: of each term; of waiting for
+                                       messages, not in bubbles, [0] within a node, [1] between nodes */
 } hpmlc_actor;
 
 typedef struct hpmlc_play {
     hpmlc_sim      net;             /* messages of actors: 2 r is the background of rank r, 2 r + 1 its own thread */
     int            ranks, workers;  /* ranks [workers, ranks) are servers */
-    int            unit;            /* ranks [0, unit) are played for all others, which are equal */
-    bool           loose;           /* losses are added up by HPMLC_SHIFTS, in which all ranks do the same, instead of
+    int            unit;            /* ranks [0, unit) are played; the others do the same at the same times */
+    bool           loose;           /* true: losses are added up by HPMLC_SHIFTS, in which all ranks do the same; false:
                                        by AUTO, which for small sums prefers that one rank serves all others */
-    int            size[HPML_AXES], stride[HPML_AXES]; /* of the axes */
-    unsigned       mask[HPMLC_GROUPS]; /* bit k: the ranks of the group differ on axis k */
+    int            size[HPML_AXES], stride[HPML_AXES]; /* of each axis: ranks; step of rank numbers */
+    unsigned       mask[HPMLC_GROUPS]; /* bit k: the group's ranks differ in their position on axis k */
     const hpml_network *network;
     int            nodes;
     int            steps;
@@ -17685,11 +17685,11 @@ typedef struct hpmlc_play {
     hpmlc_actor   *actor;           /* (2 unit) */
     double        *posted, *ended;  /* (unit, jobs) virtual time when each rank's job of that number in the step was
                                        posted last, and ended last */
-    int            jobs;            /* jobs of a step, of the role that has most */
+    int            jobs;            /* most jobs that a role has in a step */
     hpmlc_layouts *layouts;
 } hpmlc_play;
 
-HPMLC_FN hpmlc_play *hpmlc_play_of(hpmlc_sim *s) { return (hpmlc_play *)(void *)s; } /* .net is the first member */
+HPMLC_FN hpmlc_play *hpmlc_play_of(hpmlc_sim *s) { return (hpmlc_play *)(void *)s; } /* .net is first */
 
 /* Appends an act with this kind, group and term, other fields 0, to the list, and returns it; NULL: out of memory. */
 HPMLC_FN hpmlc_act *hpmlc_act_add(hpmlc_acts *acts, hpmlc_act_kind kind, int group, hpml_term term)
@@ -17799,8 +17799,8 @@ HPMLC_FN void hpmlc_play_set(hpmlc_play *y, int a, int group, int to, int from, 
     q->from     = from % y->unit * 2 + a % 2;
 }
 
-/* Begins the collective of act `act`: gives actor a the phases of the collective's algorithm. Those from HPMLC_STRIPES
-   on have no phases, see hpmlc_collect_move. */
+/* Begins the collective of act `act`: gives actor a the phases of the collective's algorithm. Collectives from
+   HPMLC_STRIPES on have no phases; hpmlc_collect_move makes their rounds. */
 HPMLC_FN void hpmlc_collect_begin(hpmlc_play *y, int a, const hpmlc_act *act)
 {
     hpml_comm      *c  = &y->actor[a].layout[act->group]->c;
@@ -17822,7 +17822,7 @@ HPMLC_FN void hpmlc_collect_begin(hpmlc_play *y, int a, const hpmlc_act *act)
     hpmlc_sim_set_phases(&y->net, a, &all);
 }
 
-/* Sets the current move of actor a to that of its current round of the act's collective; false: no round is left. */
+/* Sets the move (hpmlc_sim_rank) of actor a by its current round of the act's collective; false: no round is left. */
 HPMLC_FN bool hpmlc_collect_move(hpmlc_play *y, int a, const hpmlc_act *act)
 {
     hpmlc_sim_rank *q = &y->net.rank[a];
@@ -17905,7 +17905,7 @@ HPMLC_FN void hpmlc_act_post(hpmlc_play *y, int a)
 }
 
 /* Returns the current act of actor a; NULL: it has none, because its steps are over or, in the background, because the
-   own thread has not posted the next job yet. */
+   own thread has not posted the next job yet. Sets the background's clock to the time of posting, if that is later. */
 HPMLC_FN const hpmlc_act *hpmlc_actor_act(hpmlc_play *y, int a)
 {
     hpmlc_actor *actor = &y->actor[a];
@@ -17962,7 +17962,7 @@ HPMLC_FN bool hpmlc_play_move(hpmlc_sim *s, int a)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>program   the programs of a plan's ranks: layers, buckets, pipeline tasks
 // ---------------------------------------------------------------------------------------------------------------------
-/* What hpml_distribute does in a step, as acts: one program for each stage of the pipeline and for each server. */
+/* What ranks do in a step of hpml_distribute, as acts: a program for each stage of the pipeline and for each server. */
 
 typedef struct hpmlc_maker {
     const hpml_plan        *p;        /* the plan, with defaults in place of zeros */
@@ -17972,16 +17972,16 @@ typedef struct hpmlc_maker {
     hpmlc_role             *role;     /* the role whose program is made now */
     int                     stage, pieces;
     int32_t                *cut;      /* (pieces + 1) first layer of each piece */
-    int64_t                 samples, rows; /* samples of a rank's batch; of a micro-batch of the pipeline */
+    int64_t                 samples, rows; /* of a rank's batch; of a micro-batch of the pipeline */
     int32_t                *bucket;   /* (layers) number of the bucket with the layer's gradient; -1: none */
     int32_t                *left;     /* (layers) for each bucket: how many of its gradients are not yet final */
     int32_t                *job;      /* (layers) for each bucket: the job that exchanges it */
     int64_t                *floats;   /* (layers) for each bucket: the floats of its gradients */
-    int                     buckets, posted, stepped; /* of a step: buckets; exchanges posted; buckets stepped */
+    int                     buckets, posted, stepped; /* buckets of a step: all; posted; updated by optimizer */
     int                     stats;    /* number of the job that adds up losses; -1: not posted in this step */
     int                     slot[2], slot_job[2], used[2], clock; /* shard 3: the bucket whose values each slot has,
-                                         -1: none; the job that gathers them; .clock at the slot's last use; layers that
-                                         needed a bucket, counted */
+                                         -1: none; the job that gathers them; .clock at the slot's last use; count of
+                                         layers that have needed a bucket */
 } hpmlc_maker;
 
 HPMLC_FN int64_t hpmlc_layer_part(const hpmlc_maker *k, int i) /* parameters of layer i on a rank that has the layer */
@@ -17993,7 +17993,7 @@ HPMLC_FN int64_t hpmlc_layer_part(const hpmlc_maker *k, int i) /* parameters of 
     return n;
 }
 
-HPMLC_FN int64_t hpmlc_layer_floats(const hpmlc_maker *k, int i) /* hpmlc_layer_part, rounded up as in the trainer */
+HPMLC_FN int64_t hpmlc_layer_floats(const hpmlc_maker *k, int i) /* hpmlc_layer_part and padding for alignment */
 {
     return (hpmlc_layer_part(k, i) + HPML_GRADIENT_ALIGN - 1) / HPML_GRADIENT_ALIGN * HPML_GRADIENT_ALIGN;
 }
@@ -18005,8 +18005,8 @@ HPMLC_FN double hpmlc_layer_parts(const hpmlc_maker *k, const hpml_layer_facts *
 }
 
 /* Returns the seconds of the forward or (back) backward pass of a layer for `samples` samples on one rank that has the
-   whole layer: as measured or, without measured seconds, the time for its operations or for its bytes on the machine,
-   the longer of both. */
+   whole layer: measured seconds (.forward_s) or, if these are 0, the longer of the times that the machine needs for the
+   layer's operations and for its bytes. */
 HPMLC_FN double hpmlc_layer_whole(const hpml_layer_facts *l, const hpml_machine *m, double samples, bool back)
 {
     const double params = 4.0 * (double)(hpmlc_max(l->rows, 1) * l->cols), bytes = l->bytes * samples + params;
@@ -18033,7 +18033,7 @@ HPMLC_FN void hpmlc_allreduce_add(const hpmlc_maker *k, hpmlc_acts *acts, int gr
 {
     hpmlc_act *act = NULL;
     if (hpmlc_group_size(k->y, group) > 1) act = hpmlc_collect_add(acts, group, HPMLC_ALLREDUCE, n, size, term);
-    if (act && size == sizeof(float)) act->algorithm = k->p->algorithm; /* sums of losses, of doubles, keep AUTO */
+    if (act && size == sizeof(float)) act->algorithm = k->p->algorithm; /* sums of losses are doubles: AUTO */
 }
 
 HPMLC_FN void hpmlc_compute_add(const hpmlc_maker *k, double seconds, hpml_term term)
@@ -18070,13 +18070,13 @@ HPMLC_FN void hpmlc_await_add(const hpmlc_maker *k, int job)
     if (act) act->peer = job;
 }
 
-HPMLC_FN bool hpmlc_exchanges(const hpmlc_maker *k) /* true: several ranks average gradients, in each step */
+HPMLC_FN bool hpmlc_exchanges(const hpmlc_maker *k) /* true: in each step several ranks average gradients */
 {
     return k->p->strategy == HPML_STRATEGY_SYNC && hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS) > 1;
 }
 
-/* Adds to the background's list the exchange of layer i's gradient, if the codec packs whole tensors; if it packs rows,
-   adds their bytes to *packed, for hpmlc_bucket_add. Returns the floats that are not packed; 0: all are. */
+/* If the codec packs whole tensors, adds to the background's list the exchange of layer i's gradient; if it packs rows,
+   adds their packed bytes to *packed. Returns the floats to exchange unpacked: all of the layer, or 0. */
 HPMLC_FN int64_t hpmlc_packed_add(const hpmlc_maker *k, int i, int64_t *packed)
 {
     const hpml_layer_facts *l = &k->f->layer[i];
@@ -18136,7 +18136,7 @@ HPMLC_FN void hpmlc_stats_add(hpmlc_maker *k)
     k->stats = hpmlc_job_add(k);
 }
 
-HPMLC_FN void hpmlc_posts_add(hpmlc_maker *k) /* exchanges of buckets with final gradients, in order */
+HPMLC_FN void hpmlc_posts_add(hpmlc_maker *k) /* adds exchanges of the next buckets whose gradients are final */
 {
     while (k->posted < k->buckets && k->left[k->posted] == 0) hpmlc_bucket_add(k, k->posted++);
 }
@@ -18152,8 +18152,8 @@ HPMLC_FN double hpmlc_update_seconds(const hpmlc_maker *k, double floats)
     return total > 0 ? k->f->update_s * floats / total : 0;
 }
 
-/* Adds the optimizer's steps of this rank's blocks of buckets [k->stepped, to) and the jobs that gather the new values,
-   but for shard 3, where ranks keep their blocks only. Returns the number of the last of these jobs; -1: none. */
+/* Adds the optimizer's steps for this rank's blocks of buckets [k->stepped, to) and, but for shard 3, where ranks keep
+   only their blocks, the jobs that gather the new values. Returns the number of the last of these jobs; -1: none. */
 HPMLC_FN int hpmlc_shard_steps_add(hpmlc_maker *k, int to)
 {
     const double p = hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS);
@@ -18169,7 +18169,7 @@ HPMLC_FN int hpmlc_shard_steps_add(hpmlc_maker *k, int to)
     return job;
 }
 
-/* Returns whether a plan with shard 1 or 2 steps buckets within the backward pass, not after it. */
+/* Returns whether the optimizer updates buckets within the backward pass, not after it; only with shard 1 and 2. */
 HPMLC_FN bool hpmlc_steps_early(const hpmlc_maker *k)
 {
     const hpml_plan_facts *f = &k->f->facts;
@@ -18178,7 +18178,7 @@ HPMLC_FN bool hpmlc_steps_early(const hpmlc_maker *k)
 }
 
 /* Adds the acts that follow when the backward pass has made the gradient of layer i final: exchanges of buckets that
-   are complete now and, if hpmlc_steps_early, steps of the buckets before. */
+   are complete now and, if hpmlc_steps_early, the optimizer's steps for the buckets before. */
 HPMLC_FN void hpmlc_gradient_add(hpmlc_maker *k, int i)
 {
     if (!hpmlc_exchanges(k) || k->bucket[i] < 0) return;
@@ -18305,7 +18305,7 @@ HPMLC_FN void hpmlc_pass_add(hpmlc_maker *k) /* adds the forward and backward pa
 // ---------------------------------------------------------------------------------------------------------------------
 // >>program-step   the programs of a plan's ranks: whole steps, by strategy
 // ---------------------------------------------------------------------------------------------------------------------
-HPMLC_FN double hpmlc_stage_floats(const hpmlc_maker *k) /* floats of parameters of stage k->stage */
+HPMLC_FN double hpmlc_stage_floats(const hpmlc_maker *k) /* floats of a rank's parameters on stage k->stage */
 {
     double floats = 0;
     for (int q = k->stage; q < k->pieces; q += k->y->size[HPML_AXIS_PIPE])
@@ -18314,7 +18314,7 @@ HPMLC_FN double hpmlc_stage_floats(const hpmlc_maker *k) /* floats of parameters
 }
 
 /* Divides the gradients of stage k->stage, from the last layer to the first, among buckets of plan.bucket_bytes, and
-   resets the fields of k that count within a step. */
+   sets the fields of k that count buckets and jobs within a step back to the beginning. */
 HPMLC_FN void hpmlc_buckets_cut(hpmlc_maker *k)
 {
     const int64_t limit = k->p->bucket_bytes > 0 ? k->p->bucket_bytes : (int64_t)1 << 18;
@@ -18422,7 +18422,7 @@ HPMLC_FN void hpmlc_server_add(hpmlc_maker *k, int s)
 {
     const int     all = HPMLC_GROUP_ALL;
     const int64_t floats = hpmlc_server_floats(k, s);
-    for (int pass = 0; pass < 2; pass++) /* pass 0: all requests, 1: their gradients */
+    for (int pass = 0; pass < 2; pass++) /* pass 0: receives all requests, 1: all gradients */
         for (int w = 0; w < k->y->workers; w++)
             hpmlc_message_add(k, HPMLC_ACT_RECEIVE, all, w, 0,
                               pass == 0 ? (int64_t)sizeof(hpmlc_request) : hpmlc_push_bytes(k, s));
@@ -18434,8 +18434,8 @@ HPMLC_FN void hpmlc_server_add(hpmlc_maker *k, int s)
     hpmlc_act_add(&k->role->own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
 }
 
-/* Cuts the layers into the pieces of a pipeline: by plan.cut, whose numbers are taken for layers here, not for ops, or,
-   if it is NULL, into pieces of almost equal seconds. Error: too few layers, numbers in .cut that do not rise or lie
+/* Cuts the layers into the pieces of a pipeline: by plan.cut, read as numbers of layers in place of ops, or, if .cut is
+   NULL, into pieces of almost equal seconds. Error: too few layers, numbers in .cut that do not rise or lie
    outside the layers, or no memory; the reason is written to `to`. */
 HPMLC_FN hpml_status hpmlc_pieces_cut(hpmlc_maker *k, const hpmlc_text *to)
 {
@@ -18490,13 +18490,13 @@ HPMLC_FN bool hpmlc_programs_make(hpmlc_maker *k)
                       direct, fabric)                                                                                  \
     { 0, name, { ranks, false, { inside_s, inside }, { between_s, between }, NULL, 0, 0, NULL }, flops, bandwidth,     \
       (int64_t)(memory), cards, host, direct, fabric, 1e-7, 0 },
-/* Numbers of the makers: for one accelerator operations a second of the fastest floating-point units, bytes a second
-   and bytes of memory; of links the bandwidth in one direction. Latencies are typical ones. */
+/* Numbers that the machines' makers give: of one accelerator operations a second of its fastest floating-point units,
+   bytes a second and bytes of memory; of links the bandwidth in one direction. Latencies are typical ones. */
 static const hpml_machine hpmlc_machines[] = {
     /* V100: 120 TFLOP/s by tensor cores, 900 GB/s; NVLink 300 GB/s in both directions; InfiniBand EDR, 100 Gbit/s */
     HPMLC_MACHINE("v100-nvlink", 8, 2e-6, 150e9, 2e-6, 12.5e9, 120e12, 900e9, 32e9, 4, 16e9, true, HPML_FABRIC_FAT_TREE)
     HPMLC_MACHINE("v100-pcie", 4, 5e-6, 16e9, 2e-6, 12.5e9, 112e12, 900e9, 32e9, 1, 16e9, false, HPML_FABRIC_FAT_TREE)
-    /* DGX-2: 16 V100 behind NVSwitch, 8 cards InfiniBand EDR */
+    /* DGX-2: 16 V100 joined by NVSwitch, 8 network cards of InfiniBand EDR */
     HPMLC_MACHINE("dgx-2", 16, 2e-6, 150e9, 2e-6, 12.5e9, 125e12, 900e9, 32e9, 8, 16e9, true, HPML_FABRIC_FAT_TREE)
     /* T4: 65 TFLOP/s, 320 GB/s, 16 GB; nodes of 4 by PCIe 3 (16 GB/s) or PCIe 4 (32 GB/s), Ethernet of 10 Gbit/s */
     HPMLC_MACHINE("t4", 4, 5e-6, 16e9, 20e-6, 1.25e9, 65e12, 320e9, 16e9, 1, 16e9, false, HPML_FABRIC_SWITCH)
@@ -18509,7 +18509,7 @@ static const hpml_machine hpmlc_machines[] = {
     HPMLC_MACHINE("cs-1", 1, 1e-6, 9e15, 2e-6, 12.5e9, 2.5e15, 9e15, 18e9, 12, 0, true, HPML_FABRIC_SWITCH)
     /* BrainWave: an FPGA with 90 TFLOP/s of 8-bit floats, parameters in its own memory, Ethernet of 40 Gbit/s */
     HPMLC_MACHINE("brainwave", 1, 1e-6, 5e9, 2e-6, 5e9, 90e12, 20e12, 30e6, 1, 0, true, HPML_FABRIC_SWITCH)
-    /* Processing in memory: a small processor beside each bank, so there is a byte for each operation and more */
+    /* Processing in memory: a small processor beside each memory bank: many bytes a second for each operation */
     HPMLC_MACHINE("pim", 1, 1e-6, 20e9, 20e-6, 1.25e9, 0.12e12, 2e12, 160e9, 1, 20e9, false, HPML_FABRIC_SWITCH)
     /* Processors of 16 cores, with Ethernet, and with InfiniBand whose routers form a Slim Fly */
     HPMLC_MACHINE("cpu-1gbit", 1, 1e-6, 50e9, 50e-6, 125e6, 1e12, 100e9, 128e9, 1, 0, true, HPML_FABRIC_SWITCH)
@@ -18539,7 +18539,7 @@ HPML_API hpml_status hpml_machine_measure(hpml_ctx *ctx, hpml_machine *out)
     float *a = (float *)hpml_ctx_alloc(ctx, 2 * (size_t)bytes, NULL), *b = a;
     if (!a) return HPML_ERR_MEMORY;
     b += bytes / 4;
-    for (int turn = 0; turn < 8; turn++) { /* the first turn brings memory and code into place; the best one counts */
+    for (int turn = 0; turn < 8; turn++) { /* turn 0 fills caches; of the others the fastest counts */
         double start = hpml_now();
         memcpy(turn % 2 ? a : b, turn % 2 ? b : a, (size_t)bytes);
         const double copied = 2 * (double)bytes / (hpml_now() - start + 1e-9);
@@ -18569,11 +18569,11 @@ HPMLC_FN int hpmlc_fabric_routers(hpml_fabric_kind kind, int nodes, int *width)
     if (kind == HPML_FABRIC_SWITCH) return 1;
     if (kind == HPML_FABRIC_RING || kind == HPML_FABRIC_TORUS) return nodes;
     int leaves = 1;
-    while (2 * leaves < nodes) leaves *= 2; /* two nodes at each leaf */
+    while (2 * leaves < nodes) leaves *= 2; /* leaf routers, a power of 2, with two nodes each */
     return 2 * leaves - 1;
 }
 
-/* Writes the numbers of router r's neighbours to `to`, in which one may stand twice; returns how many: at most 7. */
+/* Writes the numbers of router r's neighbours to `to`, some perhaps twice; returns how many it wrote, at most 7. */
 HPMLC_FN int hpmlc_fabric_links(hpml_fabric_kind kind, int routers, int width, int r, int *to)
 {
     int count = 0, height = routers / width;
@@ -18584,7 +18584,7 @@ HPMLC_FN int hpmlc_fabric_links(hpml_fabric_kind kind, int routers, int width, i
         to[count++] = (x + w - 1) % w + w * y;
         to[count++] = x + w * ((y + 1) % h);
         to[count++] = x + w * ((y + h - 1) % h);
-    } else if (kind == HPML_FABRIC_TREE || kind == HPML_FABRIC_FAT_TREE) { /* children of i: 2 i + 1 and 2 i + 2 */
+    } else if (kind == HPML_FABRIC_TREE || kind == HPML_FABRIC_FAT_TREE) { /* r's children: 2 r + 1, 2 r + 2 */
         if (r > 0) to[count++] = (r - 1) / 2;
         if (2 * r + 2 < routers) to[count++] = 2 * r + 1;
         if (2 * r + 2 < routers) to[count++] = 2 * r + 2;
@@ -18639,9 +18639,9 @@ HPMLC_FN int hpmlc_fabric_degree(hpml_fabric_kind kind, int routers, int width, 
     return degree;
 }
 
-/* Where all nodes send to all others, each of its bandwidth b, links carry nodes * hops * b. With the same load on all
-   links, which have b each in both directions, a node has the share links / (nodes * hops). In a tree the root's two
-   links carry half of all traffic. */
+/* Share of the bandwidth b that a node can use: if each sends to all others at rate b, over `hops` links in the mean,
+   links carry nodes * hops * b bytes/s in all. With equal load on all links, each of bandwidth b in each direction, the
+   share is links / (nodes * hops). In a tree the root's two links limit the share: half of all bytes cross the root. */
 HPML_API bool hpml_fabric_measure(hpml_fabric_kind kind, int32_t nodes, hpml_fabric *out)
 {
     int       width;
@@ -18680,10 +18680,10 @@ HPML_API void hpml_machine_network(const hpml_machine *m, int32_t ranks, hpml_ne
     *out = m->network;
     const int nodes = hpmlc_network_nodes(&m->network, ranks);
     if (nodes <= 1 || !hpml_fabric_measure(m->fabric, nodes, &f)) return;
-    far->latency += (f.hops + 1) * m->router; /* the routers on the way: one more than the links between them */
+    far->latency += (f.hops + 1) * m->router; /* on the way are f.hops links, one router more */
     far->bandwidth *= (m->cards > 0 ? m->cards : 1) * f.share;
     if (m->direct || m->host <= 0 || far->bandwidth <= 0) return;
-    far->bandwidth = 1 / (1 / far->bandwidth + 2 / m->host); /* copied to the host, sent, copied from the host */
+    far->bandwidth = 1 / (1 / far->bandwidth + 2 / m->host); /* copied to host, sent, copied from host */
 }
 
 HPML_API int hpml_model_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_layer_facts *layer, int capacity,
@@ -18726,8 +18726,8 @@ HPMLC_FN bool hpmlc_layers_same(const hpml_layer_facts *a, const hpml_layer_fact
 
 /* Sums over the rows of hpml_roofline_text's table. */
 typedef struct hpmlc_roofline {
-    double work, depth, seconds[2]; /* operations; operations one after another; seconds of layers that operations,
-                                       and that memory binds */
+    double work, depth, seconds[2]; /* operations; longest chain of operations that wait for each other; seconds of
+                                       layers that [0] operations, [1] memory limits */
 } hpmlc_roofline;
 
 /* Appends the row of a layer that the model has `count` times. */
@@ -18738,7 +18738,7 @@ HPMLC_FN void hpmlc_roofline_row(const hpml_layer_facts *l, int count, const hpm
     const double bytes = l->bytes * samples + 4.0 * (double)(hpmlc_max(l->rows, 1) * l->cols);
     const double by[2] = { m->flops > 0 ? flops / m->flops : 0, m->bandwidth > 0 ? bytes / m->bandwidth : 0 };
     const bool   memory = by[1] > by[0];
-    const double sum = l->edge > 0 ? l->flops / 2 / (double)l->edge : 1; /* products added up for each result */
+    const double sum = l->edge > 0 ? l->flops / 2 / (double)l->edge : 1; /* products in the sum of each result */
     hpmlc_append(to, length, "%-20.20s %5d %10.4g %10.4g %9.3g %10.4g  %s\n", l->name ? l->name : "", count,
                  1e-6 * flops, 1e-6 * bytes, flops / (bytes + 1e-300), 1e6 * by[memory], memory ? "memory" : "flops");
     all->work += count * flops;
@@ -18801,7 +18801,7 @@ HPMLC_FN const char *hpmlc_forecast_refused(const hpml_plan *p)
     return NULL;
 }
 
-/* Checks the arguments of a forecast. */
+/* Checks the arguments of a forecast; writes the reason of a refusal to `to`. */
 HPMLC_FN hpml_status hpmlc_forecast_check(const hpml_plan *plan, const hpml_model_facts *f, const hpml_machine *m,
                                           const hpmlc_text *to)
 {
@@ -18839,7 +18839,7 @@ HPMLC_FN hpml_status hpmlc_forecast_check(const hpml_plan *plan, const hpml_mode
     return status != HPML_OK ? status : hpmlc_network_check("forecast", &m->network, f->facts.ranks, true, to);
 }
 
-/* Sets, by plan p, the size of each axis, its stride (of rank numbers), and for each group the axes that it spans. */
+/* Sets by plan p: of each axis the size and the stride (step of rank numbers), of each group the axes that it spans. */
 HPMLC_FN void hpmlc_play_axes(hpmlc_play *y, const hpml_plan *p)
 {
     const int32_t size[HPML_AXES] = { p->data, p->pipe, p->tensor, p->sequence, p->expert };
@@ -18859,8 +18859,8 @@ HPMLC_FN void hpmlc_play_axes(hpmlc_play *y, const hpml_plan *p)
 
 HPMLC_FN bool hpmlc_is_power(int n) { return (n & (n - 1)) == 0; }
 
-/* Returns whether all ranks of the act's group do the same in it, so that one unit of ranks may be played for all: each
-   rank's partners are at its own position plus the same numbers, or at its own position with the same bits changed. */
+/* Returns whether all ranks of the act's group do the same in this act, so that some ranks may be played for all: every
+   rank's partners are found from its position by adding the same numbers or by changing the same bits. */
 HPMLC_FN bool hpmlc_act_is_alike(hpmlc_play *y, const hpmlc_act *act)
 {
     const bool over = act->group < HPMLC_GROUP_ALL && (y->mask[act->group] >> HPML_AXIS_DATA & 1);
@@ -18875,8 +18875,8 @@ HPMLC_FN bool hpmlc_act_is_alike(hpmlc_play *y, const hpmlc_act *act)
     return a == HPML_RING || ((a == HPML_BUTTERFLY || a == HPML_HALVING) && hpmlc_is_power(l->c.size));
 }
 
-/* Sets y->unit, the number of ranks that are played: the smallest number that is whole replicas on whole nodes, if all
-   such units of ranks do the same, else all ranks. */
+/* Sets y->unit, the number of ranks that are played: the smallest number of ranks that fill whole nodes with whole
+   replicas of the model, if all other sets of so many ranks do the same, else all ranks. */
 HPMLC_FN void hpmlc_play_fold(hpmlc_play *y)
 {
     const hpml_network *n = y->network;
@@ -18897,8 +18897,8 @@ HPMLC_FN void hpmlc_play_fold(hpmlc_play *y)
     if (alike) y->unit = unit;
 }
 
-/* Takes memory for the actors of y->unit ranks, and gives each its role's program and the layouts of its rank's groups.
-   False: out of memory. */
+/* Takes memory for the actors of y->unit ranks, and gives each actor its role's program and the layouts of its rank's
+   groups. False: out of memory. */
 HPMLC_FN bool hpmlc_play_actors(hpmlc_play *y)
 {
     const size_t n = (size_t)y->unit;
@@ -18947,13 +18947,13 @@ HPMLC_FN void hpmlc_play_close(hpmlc_play *y)
 }
 
 /* Makes the programs of a plan for which hpmlc_forecast_begin was called, and plays y->steps steps from the clock
-   y->origin on. whole: plays all ranks, even if they are equal. */
+   y->origin on. whole: true: plays all ranks; false: where ranks do the same at the same times, one of them for all. */
 HPMLC_FN hpml_status hpmlc_play_run(hpmlc_play *y, hpmlc_maker *k, bool whole, const hpmlc_text *to)
 {
     const size_t      layers = (size_t)k->f->layers;
     const hpml_status memory = HPML_ERR_MEMORY;
     y->role      = (hpmlc_role *)calloc((size_t)y->roles, sizeof *y->role);
-    int64_t *all = (int64_t *)calloc(layers, 4 * sizeof(int64_t)); /* memory of k->floats, bucket, left, job */
+    int64_t *all = (int64_t *)calloc(layers, 4 * sizeof(int64_t)); /* for k->floats, bucket, left and job */
     hpml_status status = y->role && all ? HPML_OK : hpmlc_refuse(to, memory, "forecast: no memory");
     if (status == HPML_OK) {
         k->floats = all;
@@ -18996,14 +18996,14 @@ HPMLC_FN double hpmlc_stage_kept(const hpmlc_maker *k, int stage)
     return k->p->memory > 0 ? fmin(kept, (double)k->p->memory) : kept;
 }
 
-/* Sets *out to the bytes of the rank that needs most memory. HPML_ERR_MEMORY: a rank of the machine has less. */
+/* Sets *out to the bytes of memory of the rank that needs most. HPML_ERR_MEMORY: a rank of the machine has less. */
 HPMLC_FN hpml_status hpmlc_forecast_memory(hpmlc_maker *k, int64_t *out, const hpmlc_text *to)
 {
     const double n = k->p->shard > 0 ? hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS) : 1;
     const bool   whole = !hpmlc_plan_cuts(k->p) && !k->p->recompute && k->p->memory == 0;
     double       most = 0;
     for (k->stage = 0; k->stage < k->y->size[HPML_AXIS_PIPE]; k->stage++) {
-        const double floats = hpmlc_stage_floats(k), slots = fmin(floats, 2 * 65536); /* of two buckets of 256 KiB */
+        const double floats = hpmlc_stage_floats(k), slots = fmin(floats, 2 * 65536); /* floats of 2 buckets, 256 KiB */
         double       bytes = k->p->shard > 2 ? floats / n + slots : floats;
         bytes += k->p->shard > 1 ? floats / n + slots : floats;
         bytes += k->f->states * floats / n;
@@ -19078,7 +19078,8 @@ HPMLC_FN hpml_status hpmlc_forecast_begin(hpmlc_maker *k, hpmlc_play *y, const h
     return k->cut ? hpmlc_pieces_cut(k, to) : hpmlc_refuse(to, HPML_ERR_MEMORY, "forecast: no memory");
 }
 
-/* Forecasts a step of a plan. rough: plays fewer steps, and equal replicas once on any number of ranks. */
+/* Forecasts a step of a plan. rough: true: plays fewer steps, and adds losses up by HPMLC_SHIFTS on any number of ranks
+   (hpmlc_play.loose), so that one replica may be played for all. */
 HPMLC_FN hpml_status hpmlc_forecast_plan(const hpml_plan *plan, const hpml_model_facts *facts,
                                          const hpml_machine *machine, bool rough, hpml_prediction *out,
                                          const hpmlc_text *to)
@@ -19135,16 +19136,16 @@ HPML_API int hpml_prediction_text(const hpml_prediction *p, char *buffer, size_t
 // ---------------------------------------------------------------------------------------------------------------------
 // >>search   the fastest plan: all of them, or a walk through them
 // ---------------------------------------------------------------------------------------------------------------------
-/* A point of the search is a choice of values, one for each field of hpmlc_choices. The axes are divisors of the ranks;
-   data is what they leave. The walk (Metropolis et al. 1953) changes one field to another value and goes on from there
-   if the plan is faster, or with the probability exp(-20 x) if it takes a share x longer; axes also hand a factor of 2
-   to each other. Plans that were forecast before are remembered, and not forecast again. */
+/* A point of the search is a choice of values, one for each plan field in hpmlc_choices. Axis data gets the ranks that
+   other axes leave. The walk (Metropolis et al. 1953) changes one field to another value, or moves a factor of 2
+   from pipe to tensor or back, and goes on from the new plan if it is faster, or with the probability exp(-20 x) if a
+   sample takes 1 + x times as long. Plans that were forecast before are looked up, not forecast again. */
 
 typedef struct hpmlc_choice {
-    size_t at;        /* offset in hpml_plan of the field, an int32_t or an enum */
-    int    values[8]; /* values that are tried besides 0; ended by 0 */
+    size_t at;        /* offset of the field, an int32_t or an enum, in hpml_plan */
+    int    values[8]; /* values to try besides 0, the default; a 0 ends the list */
 } hpmlc_choice;
-static const hpmlc_choice hpmlc_choices[] = { /* values other than 0 */
+static const hpmlc_choice hpmlc_choices[] = {
     { offsetof(hpml_plan, pipe), { 2, 4, 8, 16, 32, 0 } },
     { offsetof(hpml_plan, tensor), { 2, 4, 8, 16, 32, 0 } },
     { offsetof(hpml_plan, schedule), { HPML_PIPE_1F1B, HPML_PIPE_INTERLEAVED, HPML_PIPE_ZERO_BUBBLE, 0 } },
@@ -19164,10 +19165,10 @@ typedef struct hpmlc_search {
     const hpml_search_desc *d;
     const hpml_model_facts *f;
     const hpml_machine     *m;
-    hpmlc_point            *point;   /* (HPMLC_POINTS) hash table of the points that were forecast */
+    hpmlc_point            *point;   /* (HPMLC_POINTS) hash table of the points that were tried */
     hpml_found             *found;   /* (capacity) the best plans, the best first */
     int                     capacity, count, forecasts;
-    char                    why[400]; /* why the last plan was refused */
+    char                    why[400]; /* error text: why the last plan that was refused is not possible */
 } hpmlc_search;
 
 HPMLC_FN int32_t hpmlc_choice_get(const hpml_plan *p, int i)
@@ -19177,8 +19178,8 @@ HPMLC_FN int32_t hpmlc_choice_get(const hpml_plan *p, int i)
     return v;
 }
 
-/* Sets *p to the plan of the point `key`, which has 3 bits for each of hpmlc_choices: 0 leaves the field as in d->base,
-   v gives it number v - 1 of .values. False: the plan is not legal, or cannot be forecast. */
+/* Sets *p to the plan of the point `key`, which has 3 bits for each of hpmlc_choices: 0 leaves the field as in the plan
+   d->base, v sets it to .values[v - 1]. False: the plan is not legal, or cannot be forecast. */
 HPMLC_FN bool hpmlc_point_plan(hpmlc_search *s, uint64_t key, hpml_plan *p)
 {
     *p = s->d->base;
@@ -19233,7 +19234,7 @@ HPMLC_FN double hpmlc_point_seconds(hpmlc_search *s, uint64_t key)
     return seconds;
 }
 
-/* Sets *key to the next point, in the order of keys, whose plan is legal; false: there is none after *key. */
+/* Sets *key to the next point, in the order of keys, whose plan is legal; false: no legal plan comes after *key. */
 HPMLC_FN bool hpmlc_point_next(hpmlc_search *s, uint64_t *key)
 {
     hpml_plan p;
@@ -19267,7 +19268,7 @@ HPMLC_FN void hpmlc_search_walk(hpmlc_search *s, uint64_t first)
     const int most = s->d->forecasts > 0 ? s->d->forecasts : 400;
     uint64_t  now = first, best = first;
     double    at = hpmlc_point_seconds(s, now), least = at;
-    int       since = 0; /* moves since the best plan was found, or since the walk began again */
+    int       since = 0; /* moves since the walk found, or went back to, the best plan */
     HPMLC_ZERO(hpml_rng, rng);
     rng.seed = s->d->seed;
     for (int move = 0; move < 40 * most && s->forecasts < most && move < HPMLC_POINTS / 2; move++) {
