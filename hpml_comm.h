@@ -13759,7 +13759,7 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
 {
     hpmlc_states list;
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
-    hpmlc_tasks_wait(d); /* ends exchanges of gradients, which are then dropped */
+    hpmlc_tasks_wait(d); /* for exchanges of gradients, which are then dropped */
     d->micro = 0;
     if (d->plan.shard > 1) hpmlc_shard_empty(d);
     hpml_status       status = hpml_checkpoint_load(d->t, path);
@@ -14175,8 +14175,8 @@ HPMLC_FN void hpmlc_mesh_places(hpmlc_mesh *mesh)
     }
 }
 
-/* Returns the communicator of this rank and those whose positions differ from its position only on axes of `mask`, bit
-   k for axis k. NULL: an error. */
+/* Returns the communicator of this rank and of all ranks whose positions differ from this rank's only on the axes in
+   `mask`, bit k for axis k. NULL: an error. */
 HPMLC_FN hpml_comm *hpmlc_mesh_split(const hpml_mesh *m, unsigned mask)
 {
     int color = 0, step = 1; /* color: number of the communicator's first rank, for hpml_comm_split */
@@ -14207,7 +14207,7 @@ HPMLC_FN hpml_status hpmlc_mesh_open(hpmlc_mesh *mesh)
     return hpmlc_failure(m->all);
 }
 
-/* Checks the axes of a plan, and that all ranks have the same ones. */
+/* Checks the axes of a plan, and that all ranks have given the same axes. */
 HPMLC_FN hpml_status hpmlc_mesh_check(hpml_comm *c, const hpml_plan *plan)
 {
     char             why[480];
@@ -14455,13 +14455,13 @@ HPML_API double hpml_pipe_bubble(const hpml_pipe_desc *pipe)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>pipe-cut   where to cut a chain of layers into stages
 // ---------------------------------------------------------------------------------------------------------------------
-typedef struct hpmlc_cut { /* how the first j layers are best cut into stages for m ranks */
+typedef struct hpmlc_cut { /* element j of row m of a table: the best cut of the first j layers for m ranks */
     double  pace;
     int32_t first, replicas; /* of the last stage */
 } hpmlc_cut;
 
-/* Returns the seconds a sample of a stage with layers first to end - 1 that `replicas` ranks have, each with its own
-   samples. seconds[i], bytes[i]: seconds and bytes of parameters of all layers before layer i. */
+/* Returns the mean seconds between micro-batches of a stage of layers first to end - 1 that `replicas` ranks have, who
+   share the micro-batches. seconds[i], bytes[i]: seconds and bytes of parameters of all layers before layer i. */
 HPMLC_FN double hpmlc_cut_stage(const hpml_pipe_cut_desc *d, const double *seconds, const double *bytes, int first,
                                 int end, int replicas)
 {
@@ -14559,7 +14559,7 @@ typedef struct hpmlc_edge { /* a tensor that piece `from` computes and piece `to
     hpml_tensor *tensor;
     int32_t      from, to;
     bool         has_grad; /* piece `to` computes a gradient of the tensor */
-    bool         first;    /* its gradient is received first: those of the tensor's other edges are added to it */
+    bool         first;    /* true: its gradient comes first: those of the tensor's other edges are added to it */
 } hpmlc_edge;
 
 typedef struct hpmlc_tied { int32_t param, stage; } hpmlc_tied; /* a parameter of several stages; one of these stages */
@@ -15269,7 +15269,7 @@ HPMLC_FN bool hpmlc_pipeline_open(hpml_distributed *d)
     pl->cut         = (int32_t *)hpmlc_dist_alloc(d, sizeof *pl->cut * ((size_t)pl->pieces + 1));
     if (!pl->cut || !hpmlc_pipeline_cut(pl, &d->plan) || !hpmlc_edges_find(pl) || !hpmlc_stages_set(pl)) return false;
     if (!hpmlc_pipeline_parts(pl) || !hpmlc_norms_open(pl) || !hpmlc_pipeline_arrays(pl)) return false;
-    bool joins = d->plan.strategy == HPML_STRATEGY_SYNC && d->plan.shard < 2; /* hpmlc_pipeline_join runs */
+    bool joins = d->plan.strategy == HPML_STRATEGY_SYNC && d->plan.shard < 2; /* true: hpmlc_pipeline_join will run */
     if (pl->ties == 0 || (joins && !hpmlc_pipe_stashes(d->plan.schedule))) return true;
     return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "pipeline: parameter \"%s\" is read by several stages, which have to "
                       "step it with one gradient; take strategy sync, shard 0 or 1, and schedule gpipe or 1f1b",
@@ -15809,7 +15809,7 @@ HPMLC_FN hpmlc_pixel hpmlc_pixel_of(hpml_node *n, int64_t p)
     c.x      = p % W;
     c.patch  = (float *)n->scratch;
     c.result = c.patch + c.B * c.K;
-    const int64_t place = (c.y / h * k->cols + c.x / w) * h * w + c.y % h * w + c.x % w; /* order of pixels in weight */
+    const int64_t place = (c.y / h * k->cols + c.x / w) * h * w + c.y % h * w + c.x % w; /* pixels ordered by block */
     c.weight = place * c.out * c.K;
     c.bias   = place * c.out;
     return c;
@@ -15919,7 +15919,7 @@ typedef struct hpmlc_experts {
 
 typedef struct hpmlc_experts_arrays {
     float   *in, *hid, *back, *gate; /* saved: (R, D), (R, hidden), (R, D), (tokens, top) for R = experts * cap rows */
-    int32_t *place, *choice;         /* saved: (tokens, top) by token, expert: row at home (-1: none); number */
+    int32_t *place, *choice;         /* saved: (tokens, top) for experts of a token: row at home, -1: none; number */
     float   *a, *b, *d_hid;          /* scratch: (R, D), (R, D), (cap, hidden) for R = experts * cap rows */
     int64_t  rows, tokens;           /* rows: experts * cap; tokens: of this batch */
 } hpmlc_experts_arrays;
@@ -16741,8 +16741,8 @@ HPMLC_FN int hpmlc_sim_representative(const hpmlc_sim *s, int rank)
     return s->layout.spread ? rank - s->node[rank] : rank % s->per_node;
 }
 
-/* Returns the index in s->out and s->in of the card that rank `rank` uses: far, for messages to or from another node:
-   the card of its node; else its own. */
+/* Returns the index in s->out and s->in of the card that rank `rank` uses. far: true, for messages to or from another
+   node: the card of its node; false: its own card. */
 HPMLC_FN int hpmlc_sim_card(const hpmlc_sim *s, int rank, bool far)
 {
     return far ? s->p + s->node[rank] : rank - rank % s->streams;
@@ -16750,8 +16750,8 @@ HPMLC_FN int hpmlc_sim_card(const hpmlc_sim *s, int rank, bool far)
 
 /* Simulates a message that rank `from` sends at its clock; returns when it arrives, in seconds, by the rules of
    hpmlc_arrival except in an all to all: there the receiving node's card is not occupied, because at any time as many
-   bytes enter a node as leave it. If it were occupied, a busy receiving card would delay the sending card, and this one
-   the next message to another node, which does not happen in a real switch. */
+   bytes enter a node as leave it. If that card were occupied, a busy one would delay the sending card, and this card the
+   next message to another node, which does not happen in a real switch. */
 HPMLC_FN double hpmlc_sim_send(hpmlc_sim *s, int from, int to, int64_t bytes)
 {
     bool    far  = s->program ? s->rank[from].far : s->node[from] != s->node[to];
@@ -16985,7 +16985,8 @@ HPMLC_FN void hpmlc_sim_ring(hpmlc_sim *s, int rounds)
     for (int i = 0; i < p; i++) {
         int     next = (i + 1) % p, far = s->node[i] != s->node[next];
         double  out = s->out[hpmlc_sim_card(s, i, far)], in = s->in[hpmlc_sim_card(s, next, far)];
-        int64_t mine = hpmlc_sim_block(s, i), kept = hpmlc_sim_block(s, next); /* not sent in 1st, 2nd half */
+        /* mine, kept: elements of the block that rank i does not send in the reduce-scatter, in the allgather */
+        int64_t mine = hpmlc_sim_block(s, i), kept = hpmlc_sim_block(s, next);
         int64_t sent = ((all ? 2 * s->n - mine : s->n) - kept) * (int64_t)s->size;
         free_at[i] = out > in ? out : in;
         block[i] = block[i + p] = (double)(mine * (int64_t)s->size);
@@ -17606,7 +17607,7 @@ HPML_API int hpml_pipe_svg(const hpml_pipe_span *spans, int count, const char *t
    when the rank's own thread has posted them. The queue of >>simulate plays the messages of all actors. Of a rank's
    actors with equal clocks the background sends first, as in >>clock. */
 
-typedef enum hpmlc_act_kind {
+typedef enum hpmlc_act_kind { /* words after a point are fields of hpmlc_act */
     HPMLC_ACT_COMPUTE, /* computes for .seconds seconds */
     HPMLC_ACT_SEND, HPMLC_ACT_RECEIVE, /* .n bytes to, or from, the rank at position .peer of .group */
     HPMLC_ACT_COLLECT, /* takes part in the collective .collective of the ranks of .group */
@@ -17615,7 +17616,7 @@ typedef enum hpmlc_act_kind {
     HPMLC_ACT_END      /* ends the step; in the background's list: ends the job */
 } hpmlc_act_kind;
 
-typedef enum hpmlc_collective {
+typedef enum hpmlc_collective { /* words after a point are fields of hpmlc_act */
     HPMLC_ALLREDUCE, HPMLC_REDUCE_SCATTER, HPMLC_ALLGATHER, HPMLC_BROADCAST, /* .n elements of .size bytes */
     HPMLC_STRIPES,     /* all to all: each rank sends another block, .n bytes with its header, to each other rank */
     HPMLC_SUMS,        /* each rank sends the same block, .n bytes with its header, to all other ranks */
@@ -17689,7 +17690,7 @@ typedef struct hpmlc_play {
     hpmlc_layouts *layouts;
 } hpmlc_play;
 
-HPMLC_FN hpmlc_play *hpmlc_play_of(hpmlc_sim *s) { return (hpmlc_play *)(void *)s; } /* .net is first */
+HPMLC_FN hpmlc_play *hpmlc_play_of(hpmlc_sim *s) { return (hpmlc_play *)(void *)s; } /* .net is the first member */
 
 /* Appends an act with this kind, group and term, other fields 0, to the list, and returns it; NULL: out of memory. */
 HPMLC_FN hpmlc_act *hpmlc_act_add(hpmlc_acts *acts, hpmlc_act_kind kind, int group, hpml_term term)
@@ -18314,7 +18315,7 @@ HPMLC_FN double hpmlc_stage_floats(const hpmlc_maker *k) /* floats of a rank's p
 }
 
 /* Divides the gradients of stage k->stage, from the last layer to the first, among buckets of plan.bucket_bytes, and
-   sets the fields of k that count buckets and jobs within a step back to the beginning. */
+   sets the fields of k that count within a step, such as .posted, to their values at its beginning. */
 HPMLC_FN void hpmlc_buckets_cut(hpmlc_maker *k)
 {
     const int64_t limit = k->p->bucket_bytes > 0 ? k->p->bucket_bytes : (int64_t)1 << 18;
@@ -18730,7 +18731,7 @@ typedef struct hpmlc_roofline {
                                        layers that [0] operations, [1] memory limits */
 } hpmlc_roofline;
 
-/* Appends the row of a layer that the model has `count` times. */
+/* Appends a layer's row to the table, and adds it to the sums *all. count: how often the model has this layer. */
 HPMLC_FN void hpmlc_roofline_row(const hpml_layer_facts *l, int count, const hpml_machine *m, double samples,
                                  hpmlc_roofline *all, const hpmlc_text *to, size_t *length)
 {
