@@ -13571,7 +13571,7 @@ HPMLC_FN void hpmlc_state_save(const hpmlc_state *it, float *rows)
 }
 
 /* Adds `factor` times the floats of `row` that this rank keeps (it->floats of them) to number l of this rank's copies
-   of array `it`; set: overwrites that copy instead. row: one copy of the whole array, from the file; NULL: zeros. part:
+   of array `it`; set: true: overwrites that copy. row: one copy of the whole array, from the file; NULL: zeros. part:
    scratch memory for it->floats floats. */
 HPMLC_FN void hpmlc_state_put(const hpmlc_state *it, int64_t l, float *row, float factor, bool set, float *part)
 {
@@ -13787,7 +13787,7 @@ HPMLC_FN int hpmlc_trial_step(const hpml_step_info *info HPMLC_UNUSED, void *use
     return 0;
 }
 
-/* Trains on `samples` samples with `batch` a step, and sets *loss to the mean loss, infinite if training diverged. */
+/* Trains on `samples` samples, `batch` in each step; sets *loss to the mean loss, infinite if training diverged. */
 HPMLC_FN hpml_status hpmlc_trial_fit(hpml_distributed *d, hpml_dataset *data, int64_t batch, int64_t samples,
                                      double *loss)
 {
@@ -14290,7 +14290,7 @@ HPMLC_FN int hpmlc_pipe_chunks(const hpml_pipe_desc *d)
     return d->chunks > 0 ? d->chunks : 2;
 }
 
-/* Chooses the kind *work of the stage's next task, and its number *n among those of its kind; false: none is left. */
+/* Chooses the kind *work of the stage's next task, and its number *n among tasks of that kind; false: none is left. */
 HPMLC_FN bool hpmlc_pipe_rule(hpmlc_pipe_walk *w, hpml_pipe_work *work, int *n)
 {
     const bool splits = w->kind == HPML_PIPE_ZERO_BUBBLE;
@@ -14987,7 +14987,7 @@ HPMLC_FN hpml_status hpmlc_pass_tasks(hpmlc_pipeline *pl, hpmlc_pass *pass)
    of the parameters points while a task uses them. */
 
 /* Points `data` of this stage's parameters to a version of the weights: a copy in the stash or, for the newest version,
-   the trainer's own arrays. The optimizer steps the trainer's own arrays in any case. */
+   the trainer's own arrays. The optimizer updates the trainer's own arrays in any case. */
 HPMLC_FN void hpmlc_stash_use(hpmlc_pipeline *pl, int version)
 {
     float *copy = pl->stash;
@@ -15002,7 +15002,7 @@ HPMLC_FN void hpmlc_stash_use(hpmlc_pipeline *pl, int version)
 }
 
 /* Replaces the gradients of this rank, one of the replicas of a stage, by their mean over all replicas (.sum: by their
-   sum; with shard 1 only in the block that this rank steps), and batchnorm's running statistics by their mean. Means
+   sum; with shard 1 only in the block that this rank updates), and batchnorm's running statistics by their mean. Means
    are weighted by the replicas' samples of the last micro-batch that has passed the stage backward. */
 HPMLC_FN hpml_status hpmlc_stash_mean(hpmlc_pipeline *pl)
 {
@@ -16750,7 +16750,7 @@ HPMLC_FN int hpmlc_sim_card(const hpmlc_sim *s, int rank, bool far)
 
 /* Simulates a message that rank `from` sends at its clock; returns when it arrives, in seconds, by the rules of
    hpmlc_arrival except in an all to all: there the receiving node's card is not occupied, because at any time as many
-   bytes enter a node as leave it. If that card were occupied, a busy one would delay the sending card, and this card the
+   bytes enter a node as leave it. If that card were occupied, it could delay the sending card, and the sending card its
    next message to another node, which does not happen in a real switch. */
 HPMLC_FN double hpmlc_sim_send(hpmlc_sim *s, int from, int to, int64_t bytes)
 {
@@ -17096,7 +17096,7 @@ HPMLC_FN void hpmlc_sim_set_phases(hpmlc_sim *s, int rank, const hpmlc_phases *a
     for (int i = 0; i < all->count; i++) s->phase[(size_t)i * (size_t)s->p + (size_t)rank] = all->phase[i];
 }
 
-/* Simulates the collective whose kind, elements and plans are set in s, from the ranks' clocks on: a ring or an all to
+/* Simulates the collective whose kind, elements and phases are set in s, from the ranks' clocks on: a ring or an all to
    all round by round where possible, else with a queue of the ranks ordered by clock, which is slower. False: out of
    memory. */
 HPMLC_FN bool hpmlc_sim_run(hpmlc_sim *s)
@@ -17843,7 +17843,7 @@ HPMLC_FN bool hpmlc_collect_move(hpmlc_play *y, int a, const hpmlc_act *act)
 }
 
 /* Adds `seconds`, for which own thread a has waited in the act, to the act's term and, unless this is the idle time of
-   the pipeline, to a's waits for links between nodes (far) or within one. Waits in the first step do not count. */
+   the pipeline, to a's waits for links between nodes (far: true) or within one. The first step does not count. */
 HPMLC_FN void hpmlc_actor_waited(hpmlc_play *y, int a, const hpmlc_act *act, double seconds, bool far)
 {
     hpmlc_actor *actor = &y->actor[a];
@@ -18005,7 +18005,7 @@ HPMLC_FN double hpmlc_layer_parts(const hpmlc_maker *k, const hpml_layer_facts *
     return (l->split ? k->y->size[HPML_AXIS_TENSOR] : 1) * (double)k->y->size[HPML_AXIS_SEQUENCE];
 }
 
-/* Returns the seconds of the forward or (back) backward pass of a layer for `samples` samples on one rank that has the
+/* Returns the seconds of a layer's forward or, if `back`, backward pass for `samples` samples on a rank that has the
    whole layer: measured seconds (.forward_s) or, if these are 0, the longer of the times that the machine needs for the
    layer's operations and for its bytes. */
 HPMLC_FN double hpmlc_layer_whole(const hpml_layer_facts *l, const hpml_machine *m, double samples, bool back)
@@ -18230,7 +18230,7 @@ HPMLC_FN void hpmlc_need_add(hpmlc_maker *k, int i, int step)
     if (step < 0 && b > 1) hpmlc_await_add(k, k->job[b - 2]);
 }
 
-/* Adds the collectives of a layer's forward or (back) backward pass along the axes sequence and expert. */
+/* Adds the collectives of a layer's forward or, if `back`, backward pass along the axes sequence and expert. */
 HPMLC_FN void hpmlc_layer_exchange_add(const hpmlc_maker *k, const hpml_layer_facts *l, int64_t samples, bool back)
 {
     const int     s = k->y->size[HPML_AXIS_SEQUENCE], e = k->y->size[HPML_AXIS_EXPERT];
