@@ -13525,8 +13525,8 @@ HPML_API int hpml_distribute_json(hpml_distributed *d, const hpml_prediction *pr
 // ---------------------------------------------------------------------------------------------------------------------
 // >>resume   checkpoints of the whole job
 // ---------------------------------------------------------------------------------------------------------------------
-/* Rank 0 writes the checkpoint. Before, each rank copies what it has of the arrays of >>state to memory for all of
-   them, with zeros where other ranks have theirs, so that the sum over ranks is exact. */
+/* Rank 0 writes the checkpoint. Before, each rank copies its parts of the strategy's arrays (>>state) to memory that
+   has room for the parts of all ranks, with zeros in place of the other parts, so that the sum over ranks is exact. */
 
 /* Makes the list of the arrays that the strategy keeps from step to step, such as residuals, to save or to load them in
    a checkpoint. False: an error on the context. */
@@ -13589,7 +13589,7 @@ HPMLC_FN void hpmlc_state_save(const hpmlc_state *it, float *rows)
 }
 
 /* Adds `factor` times the floats of `row` that this rank keeps (it->floats of them) to number l of this rank's copies
-   of array `it`; set: overwrites that copy instead. row: one copy of the whole array, from the file; NULL: zeros. part:
+   of array `it`; set: true: overwrites that copy. row: one copy of the whole array, from the file; NULL: zeros. part:
    scratch memory for it->floats floats. */
 HPMLC_FN void hpmlc_state_put(const hpmlc_state *it, int64_t l, float *row, float factor, bool set, float *part)
 {
@@ -13694,7 +13694,8 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
         hpml_status status = HPML_OK;
         if (hpmlc_goes_on(d)) status = hpmlc_sum_there(d, rows, summed, &there, &root);
         else status = hpml_reduce_to(d->all, rows, summed, HPML_ELEMENT_F32, HPML_SUM, 0);
-        const bool writes = d->all->rank == root || hpmlc_plan_cuts(&d->plan); /* all ranks join parts */
+        /* if the plan splits the model, all ranks call hpml_checkpoint_save, which joins their parts */
+        const bool writes = d->all->rank == root || hpmlc_plan_cuts(&d->plan);
         if (status == HPML_OK && writes) hpmlc_states_write(&list, path, rows, floats);
         hpml_ctx_release(d->ctx, rows);
     }
@@ -13706,8 +13707,8 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
     return hpmlc_fail(d->c, HPML_ERR_PEER, "distribute save: rank %d was lost, which wrote %s; save again", root, path);
 }
 
-/* Fails if file f has gradients that are not yet applied, and that only another strategy can load or that are in the
-   format of an older hpml. */
+/* Fails if file f has gradients that no update has used yet, and that only another strategy than this training's can
+   load, or that are in the format of an older hpml. */
 HPMLC_FN hpml_status hpmlc_states_refuse(hpml_distributed *d, const hpml_safetensors *f, const char *path)
 {
     hpml_safetensor e;
@@ -13749,7 +13750,7 @@ HPMLC_FN hpml_status hpmlc_state_load(hpml_distributed *d, const hpmlc_state *it
     for (int64_t w = 0; w < copies; w++) {
         int64_t l = w % it->copies.all - it->copies.first;
         if (l < 0 || l >= it->copies.count) continue;
-        memcpy(row, from + (size_t)w * bytes, bytes); /* because the file's array may not be aligned */
+        memcpy(row, from + (size_t)w * bytes, bytes); /* a copy, as `from` may not be aligned for floats */
         hpmlc_state_put(it, l, row, factor, false, part);
     }
     return HPML_OK;
@@ -13776,7 +13777,7 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
 {
     hpmlc_states list;
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
-    hpmlc_tasks_wait(d); /* gradients in flight are not applied */
+    hpmlc_tasks_wait(d); /* for exchanges of gradients, which are then dropped */
     d->micro = 0;
     if (d->plan.shard > 1) hpmlc_shard_empty(d);
     hpml_status       status = hpml_checkpoint_load(d->t, path);
@@ -13791,19 +13792,20 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>batch-search   the largest batch that does not hurt
 // ---------------------------------------------------------------------------------------------------------------------
-/* Batch search of Seide et al. 2014: from time to time the batch size is chosen anew, because larger steps do no harm
-   later in training. Sizes are tried one after another, each from the same checkpoint on the same samples. */
+/* Batch search of Seide et al. 2014: from time to time the batch size is chosen anew, because larger batches raise the
+   loss less, the longer a model has trained. Sizes are tried one after another, each from one checkpoint on the same
+   samples. */
 
 HPMLC_FN int hpmlc_trial_step(const hpml_step_info *info HPMLC_UNUSED, void *user)
 {
     hpml_distributed *d = (hpml_distributed *)user;
-    if (d->micro != 0) return 0; /* a micro-batch without an update */
+    if (d->micro != 0) return 0; /* this micro-batch was not the last one of an update */
     d->trial.loss += d->report.r.loss * (double)d->report.r.samples;
     d->trial.samples += (double)d->report.r.samples;
     return 0;
 }
 
-/* Trains on `samples` samples with `batch` a step, and sets *loss to the mean loss, infinite if training diverged. */
+/* Trains on `samples` samples, `batch` in each step; sets *loss to the mean loss, infinite if training diverged. */
 HPMLC_FN hpml_status hpmlc_trial_fit(hpml_distributed *d, hpml_dataset *data, int64_t batch, int64_t samples,
                                      double *loss)
 {
@@ -13822,7 +13824,7 @@ HPMLC_FN hpml_status hpmlc_trial_fit(hpml_distributed *d, hpml_dataset *data, in
     if (status == HPML_OK && d->trial.samples > 0) *loss = d->trial.loss / d->trial.samples;
     if (!(*loss - *loss == 0)) *loss = (double)INFINITY;
     if (status != HPML_ERR_NONFINITE) return status;
-    hpml_ctx_clear_error(d->ctx); /* no error: divergence ends the trial, and a checkpoint is loaded next */
+    hpml_ctx_clear_error(d->ctx); /* divergence only ends this trial: the next one loads a checkpoint */
     return HPML_OK;
 }
 
@@ -13859,13 +13861,13 @@ HPMLC_FN hpml_status hpmlc_search_place(hpml_distributed *d, const char *path)
     return status;
 }
 
-/* Tries ever larger batches from s->min up. Returns the last one before the loss exceeds that of the first by more than
-   the fraction s->slack; -1: none. trials: receives `capacity` sizes and losses at most; NULL: not wanted. */
+/* Tries ever larger batches from s->min up. Returns the last size before the loss exceeds that of size s->min by more
+   than the fraction s->slack; -1: none. trials: receives `capacity` sizes and losses at most; NULL: not wanted. */
 HPMLC_FN int64_t hpmlc_search_sizes(hpml_distributed *d, hpml_dataset *data, const hpml_batch_search_desc *s,
                                     hpml_batch_trial *trials, int capacity, hpml_status *status)
 {
     double  first = 0, loss = 0;
-    double  size = (double)s->min; /* the size before rounding, whose errors would add up */
+    double  size = (double)s->min; /* the next size, not rounded, so that rounding errors do not add up */
     int64_t next = 0, best = -1;
     int     n = 0;
     for (int64_t batch = s->min; batch <= s->max && *status == HPML_OK; batch = next, n++) {
@@ -13979,7 +13981,7 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "mix: topology %d, data %p", (int)topology, (void *)data);
     int tag = hpmlc_enter(c, "mix", n, HPML_ELEMENT_F32, HPML_SUM, "topology", (int)topology);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    if (c->survive) tag = HPMLC_TAG_SUM; /* not a collective's tag: a lost rank would fail those */
+    if (c->survive) tag = HPMLC_TAG_SUM; /* with a collective's tag, a lost rank would be an error */
     const int    p = c->size, me = c->rank;
     const size_t bytes = (size_t)n * sizeof(float);
     hpml_status  status = HPML_OK;
@@ -13991,7 +13993,7 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
     for (int64_t i = 0; i < n; i++) data[i] *= (float)w[me];
     for (int k = 1; k < p && status == HPML_OK; k++) {
         int to = (me + k) % p, from = (me - k + p) % p;
-        int dest = w[to] > 0 ? to : -1; /* W is symmetric: rank `to` expects this */
+        int dest = w[to] > 0 ? to : -1; /* weights are symmetric: if w[to] > 0, rank `to` expects a message */
         int source = w[from] > 0 ? from : -1;
         c->round = k;
         status = hpmlc_round(c, tag, dest, (const char *)mine, bytes, source, (char *)theirs, bytes, NULL);
@@ -14004,7 +14006,7 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
     return hpmlc_leave(c, status);
 }
 
-/* Copies n floats between `host` and the backend's memory at x; save: to `host`. */
+/* Copies n floats between `host` and the backend's memory at x. save: true: from x to `host`; false: back to x. */
 HPMLC_FN void hpmlc_model_copy(hpml_ctx *ctx, float *host, float *x, int64_t n, bool save)
 {
     const hpml_backend *b = hpml_ctx_backend(ctx);
@@ -14012,8 +14014,8 @@ HPMLC_FN void hpmlc_model_copy(hpml_ctx *ctx, float *host, float *x, int64_t n, 
     else b->write(hpml_ctx_device(ctx), x, host, (size_t)n * sizeof(float));
 }
 
-/* Copies parameters, running statistics and states of the optimizer to the array `model` (save) or from it; copies
-   nothing if `model` is NULL. Returns the number of these floats. */
+/* Copies parameters, running statistics and states of the optimizer to the array `model` (save true) or from `model`
+   (save false); copies nothing if `model` is NULL. Returns how many floats these arrays have together. */
 HPMLC_FN int64_t hpmlc_model(hpml_trainer *t, hpml_ctx *ctx, float *model, bool save)
 {
     const bool host = hpml_trainer_settings(t)->host_optimizer; /* true: the optimizer's states are in host memory */
@@ -14087,8 +14089,8 @@ HPML_API hpml_status hpml_tournament(hpml_trainer *t, hpml_comm *c, hpml_dataset
 // >>mesh   axes of ranks: their communicators, the groups of a context
 // ---------------------------------------------------------------------------------------------------------------------
 /* hpml.h knows each axis as a group, a table of functions (hpml_group). Here an axis with several ranks gets a
-   communicator, and its group's functions are collectives on it, called by the rank's thread while layers compute. The
-   communicators are separate, because each counts the ops of its axis; only data may share that of the replicas. */
+   communicator, and its group's functions are collectives on it, called by the rank's thread while layers compute. Each
+   axis has its own, which counts its collectives; only data may use that of the replicas, if both have equal ranks. */
 
 HPMLC_FN hpml_status hpmlc_axis_sum(void *user, float *x, int64_t n)
 {
@@ -14155,7 +14157,7 @@ HPMLC_FN hpml_status hpmlc_axis_open(hpmlc_mesh *mesh, int k)
     hpmlc_axis *a = &mesh->axis[k];
     a->c         = mesh->m.axis[k];
     a->algorithm = mesh->plan.algorithm;
-    if (a->algorithm == HPML_NATIVE) a->algorithm = HPML_AUTO; /* parts have no native allreduce */
+    if (a->algorithm == HPML_NATIVE) a->algorithm = HPML_AUTO; /* because sub-communicators have no native allreduce */
     HPMLC_ZERO(hpml_group, group);
     group.rank    = a->c->rank;
     group.size    = a->c->size;
@@ -14186,16 +14188,16 @@ HPMLC_FN void hpmlc_mesh_places(hpmlc_mesh *mesh)
         const hpml_axis k = hpmlc_axis_order[i];
         m->size[k] = (int32_t)hpmlc_max(size[k], 1);
         if (k == HPML_AXIS_DATA) m->size[k] = hpmlc_plan_workers(p, m->all->size) / m->size[HPML_AXIS_EXPERT];
-        m->at[k] = rank % m->size[k]; /* servers are on no axis and get any number */
+        m->at[k] = rank % m->size[k]; /* servers are on no axis: their position has no meaning */
         rank /= m->size[k];
     }
 }
 
-/* Returns the communicator of the ranks that differ from this one on the axes of `mask` alone, bit k for axis k. NULL:
-   an error. */
+/* Returns the communicator of this rank and of all ranks whose positions differ from this rank's only on the axes in
+   `mask`, bit k for axis k. NULL: an error. */
 HPMLC_FN hpml_comm *hpmlc_mesh_split(const hpml_mesh *m, unsigned mask)
 {
-    int color = 0, step = 1; /* color: number of the first rank of the communicator */
+    int color = 0, step = 1; /* color: number of the communicator's first rank, for hpml_comm_split */
     for (int i = 0; i < HPML_AXES; i++) {
         const hpml_axis k = hpmlc_axis_order[i];
         if (!(mask >> k & 1)) color += m->at[k] * step;
@@ -14204,7 +14206,7 @@ HPMLC_FN hpml_comm *hpmlc_mesh_split(const hpml_mesh *m, unsigned mask)
     return hpml_comm_split(m->all, color, m->all->rank);
 }
 
-/* Makes the communicators and groups of a mesh whose ranks have parts of the model. */
+/* Makes, for a plan that splits the model, the communicators and the groups of the mesh's axes. */
 HPMLC_FN hpml_status hpmlc_mesh_open(hpmlc_mesh *mesh)
 {
     hpml_mesh     *m    = &mesh->m;
@@ -14223,7 +14225,7 @@ HPMLC_FN hpml_status hpmlc_mesh_open(hpmlc_mesh *mesh)
     return hpmlc_failure(m->all);
 }
 
-/* Checks the axes of a plan, and that all ranks have the same ones. */
+/* Checks the axes of a plan, and that all ranks have given the same axes. */
 HPMLC_FN hpml_status hpmlc_mesh_check(hpml_comm *c, const hpml_plan *plan)
 {
     char             why[480];
@@ -14275,22 +14277,22 @@ HPML_API const hpml_mesh *hpml_comm_mesh(const hpml_comm *c) { return c && c->me
    the backward passes that it has ended, and does the next forward pass as long as fewer than `limit` micro-batches are
    in flight, else the next backward pass. GPIPE's limit is m; with 1F1B's limit, p - r on stage r, the first backward
    pass is due when the gradient of micro-batch 0 arrives, which has passed through p - 1 - r later stages. ZERO_BUBBLE
-   computes the gradients of weights r micro-batches after those of the inputs, so that every stage has p micro-batches
-   in flight. STASH and VERTICAL update the weights after each backward pass, the others after the last one.
+   computes gradients of weights, on stage r, r micro-batches after those of inputs, so that each stage has p in flight.
+   STASH and VERTICAL update the weights after each backward pass, the other schedules after a step's last one.
 
    With chunks, stages take micro-batches in groups of p: chunk 0 of the group, chunk 1 of the group, ..., and backward
    passes from the last chunk to the first. Where p does not divide m, the last group is filled up with micro-batches
    that do not exist, whose tasks are left out: leaving tasks out cannot cause a deadlock between stages. */
 #define HPMLC_PIPE_CHUNKS 64
 
-typedef struct hpmlc_pipe_walk { /* a stage on its way through its tasks */
+typedef struct hpmlc_pipe_walk { /* how far a stage is in the list of its tasks */
     hpml_pipe_kind kind;
     int            stages, stage, chunks, micro; /* micro: number of micro-batches */
-    int            total; /* forward passes, those of micro-batches that do not exist included */
-    int            limit; /* most forward passes that may wait for their backward pass */
-    int            lag;   /* most backward passes whose gradients of weights may be computed later */
+    int            total; /* forward passes, with those that fill up the last group of micro-batches */
+    int            limit; /* most micro-batches between their forward and their backward pass */
+    int            lag;   /* most micro-batches whose gradients of weights may be late; 0: none */
     int            forwards, backwards, weights, updates; /* done */
-    int            slots[HPMLC_PIPE_CHUNKS]; /* sets of activations of each chunk */
+    int            slots[HPMLC_PIPE_CHUNKS]; /* for each chunk: sets of activations in memory */
 } hpmlc_pipe_walk;
 
 HPML_API const char *hpml_pipe_name(hpml_pipe_kind kind)
@@ -14306,7 +14308,7 @@ HPMLC_FN int hpmlc_pipe_chunks(const hpml_pipe_desc *d)
     return d->chunks > 0 ? d->chunks : 2;
 }
 
-/* Chooses the kind *work of the stage's next task, and its number *n among those of its kind; false: none is left. */
+/* Chooses the kind *work of the stage's next task, and its number *n among tasks of that kind; false: none is left. */
 HPMLC_FN bool hpmlc_pipe_rule(hpmlc_pipe_walk *w, hpml_pipe_work *work, int *n)
 {
     const bool splits = w->kind == HPML_PIPE_ZERO_BUBBLE;
@@ -14388,7 +14390,7 @@ HPMLC_FN void hpmlc_pipe_count(hpmlc_pipe_walk *w)
     }
 }
 
-/* Begins a walk through the tasks of a stage, of a desc that is valid. */
+/* Sets *w to the first task of stage `stage` of the pipeline *d, a desc that hpmlc_pipe_check accepts. */
 HPMLC_FN void hpmlc_pipe_begin(hpmlc_pipe_walk *w, const hpml_pipe_desc *d, int stage)
 {
     memset(w, 0, sizeof *w);
@@ -14471,13 +14473,13 @@ HPML_API double hpml_pipe_bubble(const hpml_pipe_desc *pipe)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>pipe-cut   where to cut a chain of layers into stages
 // ---------------------------------------------------------------------------------------------------------------------
-typedef struct hpmlc_cut { /* A(j, m): how the first j layers are best cut for m ranks */
+typedef struct hpmlc_cut { /* element j of row m of a table: the best cut of the first j layers for m ranks */
     double  pace;
     int32_t first, replicas; /* of the last stage */
 } hpmlc_cut;
 
-/* Returns T(first, end, replicas) of hpml_pipe_cut: the seconds of a stage of layers first to end - 1 with `replicas`
-   replicas. seconds[i], bytes[i]: sums over layers before layer i. */
+/* Returns the mean seconds between micro-batches of a stage of layers first to end - 1 that `replicas` ranks have, who
+   share the micro-batches. seconds[i], bytes[i]: seconds and bytes of parameters of all layers before layer i. */
 HPMLC_FN double hpmlc_cut_stage(const hpml_pipe_cut_desc *d, const double *seconds, const double *bytes, int first,
                                 int end, int replicas)
 {
@@ -14486,8 +14488,8 @@ HPMLC_FN double hpmlc_cut_stage(const hpml_pipe_cut_desc *d, const double *secon
     return fmax(compute, sync) / r;
 }
 
-/* Sets element j of row m of the table `row`, A(j, m) of hpml_pipe_cut_desc: the best cut of the first j layers for m
-   ranks. Reads the rows for fewer ranks. */
+/* Sets element j of row m of the table `row` to the best cut of the first j layers into stages for m ranks. Needs the
+   rows for fewer ranks, which must be set already. */
 HPMLC_FN void hpmlc_cut_best(const hpml_pipe_cut_desc *d, const double *seconds, const double *bytes, hpmlc_cut *row,
                              int m, int j)
 {
@@ -14548,7 +14550,7 @@ HPML_API int hpml_pipe_cut(const hpml_pipe_cut_desc *desc, hpml_pipe_stage *stag
         for (int m = 1; m <= desc->ranks; m++)
             for (int i = 1; i <= desc->layers; i++) hpmlc_cut_best(desc, seconds, bytes, row, m, i);
         if (pace) *pace = row[(size_t)desc->ranks * width + (size_t)j].pace;
-        for (int m = desc->ranks; m > 0; count++) { /* from the last stage to the first */
+        for (int m = desc->ranks; m > 0; count++) { /* reads the stages from the table, the last one first */
             const hpmlc_cut *best = &row[(size_t)m * width + (size_t)j];
             const hpml_pipe_stage stage = { best->first, j, best->replicas };
             memmove(stages + 1, stages, (size_t)count * sizeof *stages);
@@ -14567,31 +14569,31 @@ HPML_API int hpml_pipe_cut(const hpml_pipe_cut_desc *desc, hpml_pipe_stage *stag
 // ---------------------------------------------------------------------------------------------------------------------
 /* The user records the whole model. hpmlc_pipeline_open cuts the list of its ops into pieces, of which this rank runs
    one, or with chunks several (hpml_graph_part). A tensor that one piece computes and another one reads is an edge: its
-   values are sent to each piece that reads them, past the stages between, its gradients back. The trainer's hook `pass`
-   then executes the tasks of this stage. Sends are in flight while the stage computes: the values and gradients of an
-   edge stay where they are, in the slot of the micro-batch, until the slot is used again. */
+   values are sent to each piece that reads them, directly, past the stages between, and gradients back. The trainer's
+   hook `pass` executes the tasks of this stage. Sends are in flight while the stage computes: the values and gradients
+   of an edge stay where they are, in the slot of the micro-batch, until the slot is used again. */
 
 typedef struct hpmlc_edge { /* a tensor that piece `from` computes and piece `to` reads */
     hpml_tensor *tensor;
     int32_t      from, to;
     bool         has_grad; /* piece `to` computes a gradient of the tensor */
-    bool         first;    /* the tensor's first edge with gradients, to which those of its other edges are added */
+    bool         first;    /* true: its gradient comes first: those of the tensor's other edges are added to it */
 } hpmlc_edge;
 
-typedef struct hpmlc_tied { int32_t param, stage; } hpmlc_tied; /* a parameter of several stages, and one of these */
+typedef struct hpmlc_tied { int32_t param, stage; } hpmlc_tied; /* a parameter of several stages; one of these stages */
 
 typedef struct hpmlc_deferred { /* statistics of a batchnorm over all micro-batches of a step */
     hpml_node *node;
     int32_t    piece;
     float     *before; /* (2, C channels) running mean and variance before the step */
     double    *sum;    /* (2, C) sums of the inputs x and of x^2 */
-    double     count;  /* how many x each of the sums adds up */
+    double     count;  /* how many numbers x each of the sums adds up */
 } hpmlc_deferred;
 
-/* The results of a pass, which the last stage computes and sends to the other stages. */
+/* The results of a forward pass, which the last stage computes and sends to the other stages. */
 typedef struct hpmlc_outcome {
     float   loss;    /* mean over the samples of the pass */
-    int64_t hits[2]; /* see hpml_trainer_hits */
+    int64_t hits[2]; /* numbers of right predictions, see hpml_trainer_hits */
 } hpmlc_outcome;
 
 struct hpmlc_pipeline {
@@ -14601,39 +14603,39 @@ struct hpmlc_pipeline {
     hpml_ctx         *ctx;
     hpml_comm        *c;       /* the stages of this pipeline */
     hpml_pipe_desc    desc;
-    hpmlc_pipe_walk   walk;    /* the tasks of a full step; STASH and VERTICAL: at the task that this stage does next */
+    hpmlc_pipe_walk   walk;    /* STASH and VERTICAL: at this stage's next task; else only .slots is used */
     int32_t           pieces;
     int32_t          *cut;     /* (pieces + 1) the op at which each piece begins */
     int64_t           rows;    /* samples of a micro-batch, but for the last one */
-    int32_t           slots;   /* of this rank */
+    int32_t           slots;   /* sets of activations that this rank has */
     hpmlc_edge       *edge;
     int32_t           edges;
-    float            *scratch; /* memory for a received gradient, which is added to another one */
+    float            *scratch; /* memory for a received gradient until it is added to another one */
     hpml_message     *sent;    /* (slots, edges, 2) sends of values and gradients that may be in flight */
     bool             *flying;  /* (slots, edges, 2) whether the send in .sent is in flight */
     int64_t          *samples; /* (slots) */
     hpmlc_tied       *tied;    /* parameters that several stages read, sorted by number, then stage */
     int32_t           ties;
-    hpmlc_deferred   *norm;    /* batchnorms of this rank */
+    hpmlc_deferred   *norm;    /* batchnorms with running statistics in this rank's pieces */
     int32_t           norms;
     /* Only for pipelines of kind HPML_PIPE_STASH or HPML_PIPE_VERTICAL: */
     float            *stash;   /* (versions - 1, values) weights of older versions */
-    float           **own;     /* (params) where the trainer has the values of each parameter */
+    float           **own;     /* (params) the trainer's values of each trained parameter of this stage; else NULL */
     int64_t           values;  /* floats of this stage's trained parameters */
     int32_t           versions;
-    int32_t           version; /* updates since the pipeline was empty */
+    int32_t           version; /* number of the newest weights: updates since the pipeline was empty last */
     int64_t           base;    /* the trainer's step when the pipeline was empty last */
-    bool              stepped; /* true: this step has computed a gradient */
-    hpmlc_outcome     last;    /* of the last micro-batch that has passed this stage backward */
-    double            share;   /* of this replica of the stage in the samples of that micro-batch */
+    bool              stepped; /* true: this step has computed a gradient, with which the hook `update` updates */
+    hpmlc_outcome     last;    /* results of the last micro-batch that has passed this stage backward */
+    double            share;   /* of the samples of all replicas in that micro-batch, the share of this replica */
 };
 
-typedef struct hpmlc_pass { /* a call of the hook `pass` */
+typedef struct hpmlc_pass { /* a call of the trainer's hook `pass`: samples [first, first + samples) */
     int64_t  first, samples;
     float    grad_scale;
     bool     accumulate, train;
-    bool     last;    /* the trainer's last micro-batch of an update */
-    int32_t  micro;   /* number of the pipeline's micro-batches that .samples fill */
+    bool     last;    /* true: the trainer updates after these samples */
+    int32_t  micro;   /* into how many micro-batches of the pipeline .samples are divided */
     double   loss;    /* mean loss of the samples, on the stage that computes the loss */
 } hpmlc_pass;
 
@@ -14825,8 +14827,8 @@ HPMLC_FN hpml_status hpmlc_slot_wait(hpmlc_pipeline *pl, int slot)
     return status;
 }
 
-/* Receives the values of edge i's tensor or, if `back`, their gradient from the piece that reads this edge, and adds it
-   to the gradients that other pieces have sent for the same tensor, unless the edge is the tensor's first. */
+/* Receives the values of the tensor of edge i or, if `back`, their gradient from the piece that reads the tensor. Adds
+   the gradient to those that came from other pieces for this tensor, unless it is the first that comes. */
 HPMLC_FN hpml_status hpmlc_edge_receive(hpmlc_pipeline *pl, int slot, int i, bool back)
 {
     const hpmlc_edge *e = &pl->edge[i];
@@ -14851,8 +14853,8 @@ HPMLC_FN void hpmlc_edge_clear(hpmlc_pipeline *pl, int slot, int i)
     if (e->tensor->raw_grad) memset(e->tensor->raw_grad, 0, hpmlc_edge_bytes(e, pl->samples[slot]));
 }
 
-/* Sets the running statistics of all batchnorms to zero before a micro-batch's forward pass, which then adds those of
-   the micro-batch, times momentum, to them. */
+/* Sets the running statistics of all batchnorms to zero before a micro-batch's forward pass, so that the pass leaves in
+   them the statistics of this micro-batch alone, times momentum. */
 HPMLC_FN void hpmlc_norms_clear(hpmlc_pipeline *pl)
 {
     for (int i = 0; i < pl->norms; i++)
@@ -14881,8 +14883,8 @@ HPMLC_FN void hpmlc_norms_add(hpmlc_pipeline *pl, int q, int64_t samples)
     }
 }
 
-/* begin: saves the running statistics of the batchnorms. Else restores and updates them once, as if the samples of all
-   micro-batches were one batch. */
+/* begin, before a step: saves the running statistics of the batchnorms. Else, after a step: restores them, and updates
+   them once, as if the samples of all micro-batches were one batch. */
 HPMLC_FN void hpmlc_norms_step(hpmlc_pipeline *pl, bool begin)
 {
     for (int i = 0; i < pl->norms; i++) {
@@ -14931,8 +14933,8 @@ HPMLC_FN hpml_status hpmlc_task_forward(hpmlc_pipeline *pl, hpmlc_pass *pass, co
 }
 
 /* Executes a backward pass of this stage, or the half of it that computes the gradients of inputs or of weights. Only
-   gradients of inputs are received and sent; while they are in flight, the half that computes the gradients of weights
-   may run, because it does not write to them. */
+   gradients of inputs are received and sent; while these are in flight, the half that computes the gradients of weights
+   may run, because it only reads the gradients of inputs. */
 HPMLC_FN hpml_status hpmlc_task_backward(hpmlc_pipeline *pl, const hpmlc_pass *pass, const hpml_pipe_task *task)
 {
     const bool  flows = hpmlc_pass_flows(pl, pass), weights = task->work == HPML_PIPE_BACKWARD_WEIGHTS;
@@ -14958,7 +14960,7 @@ HPMLC_FN hpml_status hpmlc_task_backward(hpmlc_pipeline *pl, const hpmlc_pass *p
     return status;
 }
 
-/* Executes a forward or backward pass of this stage, in an evaluation forward alone; an update does nothing here. */
+/* Executes a forward or backward pass of this stage; in an evaluation only forward passes. Other tasks do nothing. */
 HPMLC_FN hpml_status hpmlc_task_run(hpmlc_pipeline *pl, hpmlc_pass *pass, const hpml_pipe_task *task)
 {
     const bool  forward = task->work == HPML_PIPE_FORWARD;
@@ -14982,7 +14984,7 @@ HPMLC_FN hpml_status hpmlc_pass_tasks(hpmlc_pipeline *pl, hpmlc_pass *pass)
     hpmlc_pipe_walk walk;
     hpml_pipe_task  task;
     hpml_status     status = HPML_OK;
-    const bool      apart = hpmlc_pipe_stashes(desc.kind); /* true: micro-batches of steps are in flight */
+    const bool      apart = hpmlc_pipe_stashes(desc.kind); /* true: other micro-batches occupy all slots but the last */
     desc.micro = pass->micro;
     if (apart) desc.kind = HPML_PIPE_GPIPE;
     hpmlc_pipe_begin(&walk, &desc, pl->c->rank);
@@ -14997,13 +14999,13 @@ HPMLC_FN hpml_status hpmlc_pass_tasks(hpmlc_pipeline *pl, hpmlc_pass *pass)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>pipe-flow   pipelines without a flush: versions of the weights; the hooks of a pipeline
 // ---------------------------------------------------------------------------------------------------------------------
-/* With STASH and VERTICAL a call of hpml_trainer_step runs on stage r the forward pass of one micro-batch, which is the
+/* With STASH and VERTICAL a call of hpml_trainer_step runs, on stage r of p, the forward pass of one micro-batch, the
    whole batch of the step, and then the backward pass and update of the micro-batch p - 1 - r steps before. Each task
    needs a certain version of the weights: the newest is in the trainer's arrays, older ones are copies, to which `data`
    of the parameters points while a task uses them. */
 
 /* Points `data` of this stage's parameters to a version of the weights: a copy in the stash or, for the newest version,
-   the trainer's own arrays. The optimizer steps the trainer's own arrays in any case. */
+   the trainer's own arrays. The optimizer updates the trainer's own arrays in any case. */
 HPMLC_FN void hpmlc_stash_use(hpmlc_pipeline *pl, int version)
 {
     float *copy = pl->stash;
@@ -15018,7 +15020,7 @@ HPMLC_FN void hpmlc_stash_use(hpmlc_pipeline *pl, int version)
 }
 
 /* Replaces the gradients of this rank, one of the replicas of a stage, by their mean over all replicas (.sum: by their
-   sum; with shard 1 only in the block that this rank steps), and batchnorm's running statistics by their mean. Means
+   sum; with shard 1 only in the block that this rank updates), and batchnorm's running statistics by their mean. Means
    are weighted by the replicas' samples of the last micro-batch that has passed the stage backward. */
 HPMLC_FN hpml_status hpmlc_stash_mean(hpmlc_pipeline *pl)
 {
@@ -15039,7 +15041,7 @@ HPMLC_FN hpml_status hpmlc_stash_mean(hpmlc_pipeline *pl)
 }
 
 /* Copies the newest weights to the stash, then updates the newest weights with the gradient of micro-batch `micro`. The
-   update uses the step number pl->base + micro, that of this micro-batch. */
+   optimizer gets the number of the step in which this micro-batch entered the pipeline, pl->base + micro. */
 HPMLC_FN hpml_status hpmlc_stash_update(hpmlc_pipeline *pl, int micro)
 {
     int64_t step = hpml_trainer_step_count(pl->t);
@@ -15060,9 +15062,9 @@ HPMLC_FN hpml_status hpmlc_stash_update(hpmlc_pipeline *pl, int micro)
     return status;
 }
 
-/* Sets pl->last to loss and hits of the micro-batch, of `samples` samples, whose backward pass this stage has just run:
-   on the last stage from `pass`, over all its replicas, else received from the next stage. Then sends them to the
-   previous stage. */
+/* Sets pl->last to the loss and the right predictions (hits) of the micro-batch, of `samples` samples, whose backward
+   pass this stage has just run: on the last stage those of `pass`, over all replicas of the stage, else those that the
+   next stage sends. Then sends pl->last to the previous stage. */
 HPMLC_FN hpml_status hpmlc_stash_outcome(hpmlc_pipeline *pl, const hpmlc_pass *pass, int64_t samples)
 {
     const int   rank = pl->c->rank, tag = 2 * pl->edges;
@@ -15082,8 +15084,8 @@ HPMLC_FN hpml_status hpmlc_stash_outcome(hpmlc_pipeline *pl, const hpmlc_pass *p
     return status;
 }
 
-/* Runs a stage's tasks with schedules STASH and VERTICAL: the next forward pass and all tasks up to the forward pass
-   after it. drains: also runs the updates of weights among these tasks; otherwise a hook of the trainer runs them. */
+/* Schedules STASH and VERTICAL: runs a stage's next forward pass and all tasks up to the forward pass after it. drains:
+   also runs the updates of weights among these tasks; otherwise the trainer's hook `update` runs them. */
 HPMLC_FN hpml_status hpmlc_stash_tasks(hpmlc_pipeline *pl, hpmlc_pass *pass, bool drains)
 {
     const int       now = pl->walk.forwards;
@@ -15142,7 +15144,7 @@ HPMLC_FN hpml_status hpmlc_pipeline_pass(void *user, hpml_trainer *t, const hpml
                                          int64_t samples, float grad_scale, bool accumulate, float *loss)
 {
     hpmlc_pipeline *pl = (hpmlc_pipeline *)user;
-    const int64_t   full  = pl->d->plan.shard > 1 ? pl->d->plan.micro : 1; /* micro-batches that all ranks run */
+    const int64_t   full  = pl->d->plan.shard > 1 ? pl->d->plan.micro : 1; /* least micro-batches, equal on all ranks */
     const int64_t   micro = hpmlc_max(full, (samples + pl->rows - 1) / pl->rows);
     hpmlc_pass      pass = { first, samples, grad_scale, accumulate, at->pass != HPML_PASS_EVALUATE,
                              at->batch + 1 >= at->batches, (int32_t)micro, 0 };
@@ -15165,7 +15167,7 @@ HPMLC_FN hpml_status hpmlc_pipeline_pass(void *user, hpml_trainer *t, const hpml
     return status == HPML_OK ? HPML_OK : hpmlc_failure(pl->c);
 }
 
-/* The hooks `run` and `update` of pipelines with the schedule STASH or VERTICAL: they replace the strategy's hooks. */
+/* The trainer's hooks `run` and `update` for schedules STASH and VERTICAL, in place of the hooks of the strategy. */
 HPMLC_FN hpml_status hpmlc_stash_run(void *user HPMLC_UNUSED, hpml_trainer *t, const hpml_moment *at HPMLC_UNUSED,
                                      int64_t samples, float *loss)
 {
@@ -15191,11 +15193,11 @@ HPMLC_FN hpml_status hpmlc_pipeline_drain(hpmlc_pipeline *pl)
     return status == HPML_OK ? HPML_OK : hpmlc_failure(pl->c);
 }
 
-/* True if several stages read one parameter. */
+/* Returns whether a parameter exists that several stages read. */
 HPMLC_FN bool hpmlc_pipeline_ties(const hpmlc_pipeline *pl) { return pl->ties > 0; }
 
-/* Adds up the gradients of each parameter that several stages read: the first of these stages adds the gradients of the
-   others to its own, the last stage's first, and sends the sum to the others; so all of them step by the same bits. */
+/* Adds up the gradients of each parameter that several stages read: the first of these stages adds those of the others
+   to its own, beginning with the last stage, and sends the sum to the others; so all of them update with equal bits. */
 HPMLC_FN hpml_status hpmlc_pipeline_join(hpmlc_pipeline *pl)
 {
     hpml_status status = HPML_OK;
@@ -15285,7 +15287,7 @@ HPMLC_FN bool hpmlc_pipeline_open(hpml_distributed *d)
     pl->cut         = (int32_t *)hpmlc_dist_alloc(d, sizeof *pl->cut * ((size_t)pl->pieces + 1));
     if (!pl->cut || !hpmlc_pipeline_cut(pl, &d->plan) || !hpmlc_edges_find(pl) || !hpmlc_stages_set(pl)) return false;
     if (!hpmlc_pipeline_parts(pl) || !hpmlc_norms_open(pl) || !hpmlc_pipeline_arrays(pl)) return false;
-    bool joins = d->plan.strategy == HPML_STRATEGY_SYNC && d->plan.shard < 2; /* calls hpmlc_pipeline_join */
+    bool joins = d->plan.strategy == HPML_STRATEGY_SYNC && d->plan.shard < 2; /* true: hpmlc_pipeline_join will run */
     if (pl->ties == 0 || (joins && !hpmlc_pipe_stashes(d->plan.schedule))) return true;
     return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "pipeline: parameter \"%s\" is read by several stages, which have to "
                       "step it with one gradient; take strategy sync, shard 0 or 1, and schedule gpipe or 1f1b",
@@ -15301,7 +15303,7 @@ HPMLC_FN void hpmlc_pipeline_text(const hpmlc_pipeline *pl, const hpmlc_text *to
                      100 * hpml_pipe_bubble(&pl->desc));
 }
 
-/* Attaches the hooks of a pipeline, when the trainer has its memory. False: out of memory. */
+/* Attaches a pipeline's hooks to the trainer, whose memory must be allocated. False: out of memory. */
 HPMLC_FN bool hpmlc_pipeline_attach(hpmlc_pipeline *pl)
 {
     HPMLC_ZERO(hpml_hooks, hooks);
@@ -15336,9 +15338,9 @@ HPMLC_FN void hpmlc_pipeline_close(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>layers   what layers that communicate have in common
 // ---------------------------------------------------------------------------------------------------------------------
-/* Each layer is an op of hpml_custom_op with .collective, written with the functions of hpml.h that a program may call,
-   and with those of hpml_group. Ranks of the SEQUENCE axis have the same samples. On other axes messages have the
-   length of a full batch on every rank, because ranks may have batches of different lengths, or none. */
+/* Each layer is an op of hpml_custom_op with .collective, written with functions that a program may call, too: those of
+   hpml.h and of hpml_group. Ranks along the SEQUENCE axis have the same samples. On other axes messages have the length
+   of a full batch on every rank, because the batches of the ranks may have different lengths, or be empty. */
 
 /* Sets an error on ctx, its text formatted as by printf, and returns NULL. */
 HPMLC_PRINTF(2, 3)
@@ -15356,8 +15358,8 @@ HPMLC_FN hpml_tensor *hpmlc_no_layer(hpml_ctx *ctx, const char *format, ...)
 /* Returns whether a layer that reads x may be recorded; false: x is NULL or its context has an error. */
 HPMLC_FN bool hpmlc_recordable(const hpml_tensor *x) { return x && hpml_ctx_status(x->ctx) == HPML_OK; }
 
-/* Records the op d, of `count` sources, that reads a copy of the `bytes` bytes at `user`. The copy lives as long as the
-   context. */
+/* Records the op d, of `count` sources. Its functions get a copy of the `bytes` bytes at `user`, which lives as long as
+   the context. */
 HPMLC_FN hpml_tensor *hpmlc_record(hpml_tensor *const *src, int count, hpml_custom *d, const void *user, size_t bytes)
 {
     if (!hpmlc_recordable(src[0])) return NULL;
@@ -15402,28 +15404,28 @@ HPMLC_FN void hpmlc_give(const hpml_node *n, int i, int64_t first, const float *
 // ---------------------------------------------------------------------------------------------------------------------
 // >>layer-ring   ring attention
 // ---------------------------------------------------------------------------------------------------------------------
-/* As hpml_attention (>>attention of hpml.h has the formulas), but rank r has only block r of L = T / p time steps. In
-   round k it has the keys and values of block r - k, which come from rank r - 1. Softmax over blocks (Milakov and
-   Gimelshein 2018): for each query the largest score m until now, l = sum of exp(s - m), and o = sum of exp(s - m) v; a
-   block with a larger score m' multiplies l and o by exp(m - m'). Saved for backward: log sum exp = m + log l. The
+/* As hpml_attention (>>attention of hpml.h has the formulas), but rank r of p has only block r, L = T / p of T time
+   steps. In round k it gets the keys and values of block r - k from rank r - 1. Softmax over blocks (Milakov and
+   Gimelshein 2018): for each query the largest score m until now, l = sum of exp(s - m) over scores s, and o = sum of
+   exp(s - m) v; a block with a larger score n multiplies l and o by exp(m - n). Saved for backward: m + log l. The
    backward pass sends the gradients of keys and values around with the keys and values: after p rounds the gradients of
-   each block are back on the block's rank. Work is cut into blocks of HPMLC_QUERIES queries, so that scratch memory has
-   (64, L) scores and not (L, L). */
+   each block are back on the block's rank. HPMLC_QUERIES queries are computed at a time, so that scratch memory has
+   (HPMLC_QUERIES, L) scores and not (L, L). */
 #define HPMLC_QUERIES 64
 typedef struct hpmlc_ring {
     const hpml_group *group;
-    int64_t           heads, L;    /* heads of this rank; its time steps */
+    int64_t           heads, L;    /* attention heads, and time steps, of this rank */
     size_t            block_bytes; /* bytes of keys and values of a full batch, (B, L, 2C) */
     float             scale;
     bool              causal;
 } hpmlc_ring;
 
-typedef struct hpmlc_ring_pass { /* one pass on one rank */
+typedef struct hpmlc_ring_pass { /* a forward or backward pass of ring attention on this rank */
     const hpml_run   *run;
     hpml_node        *n;
     const hpmlc_ring *r;
     int64_t           B, L, C, D, heads;
-    float            *kv, *dkv, *next; /* (B, L, 2C) keys and values, their gradients; what arrives */
+    float            *kv, *dkv, *next; /* (B, L, 2C) keys and values, their gradients; block that arrives */
     float            *s, *ds;          /* (QUERIES, L) scores and their gradients */
     int64_t           from;            /* number of the block of the sequence that is in kv */
 } hpmlc_ring_pass;
@@ -15451,7 +15453,7 @@ HPMLC_FN hpmlc_ring_pass hpmlc_ring_begin(const hpml_run *run, hpml_node *n)
     return w;
 }
 
-/* Sends *block to the next rank and sets *block to the one received from the rank before, which has the same size. */
+/* Sends *block to the next rank of the ring, and sets *block to the block received from the rank before. */
 HPMLC_FN hpml_status hpmlc_ring_send(hpmlc_ring_pass *w, float **block)
 {
     const hpml_group *g      = w->r->group;
@@ -15464,9 +15466,9 @@ HPMLC_FN hpml_status hpmlc_ring_send(hpmlc_ring_pass *w, float **block)
 
 /* A block of queries q0 .. q0 + rows - 1 of sample b and head h, and the keys that the last of them may attend to. */
 typedef struct hpmlc_ring_part {
-    int64_t first, rows, keys;      /* first: the first query's row among all (B L) rows */
+    int64_t first, rows, keys;      /* first: index of query q0 among the B L queries of all samples */
     const float *q, *k, *v, *o, *d_o;
-    float   *out, *dq, *dk, *dv, *ml; /* ml (rows, heads, 2) */
+    float   *out, *dq, *dk, *dv, *ml; /* ml: (rows, heads, 2) m and l; after the forward pass m + log l and l */
 } hpmlc_ring_part;
 
 HPMLC_FN hpmlc_ring_part hpmlc_ring_part_of(const hpmlc_ring_pass *w, int64_t b, int64_t h, int64_t q0)
@@ -15644,26 +15646,26 @@ HPML_API hpml_tensor *hpml_ring_attention(hpml_tensor *qkv, const hpml_attention
 // ---------------------------------------------------------------------------------------------------------------------
 // >>layer-halo   blocks of images with their neighbours' pixels: convolution, locally connected layers
 // ---------------------------------------------------------------------------------------------------------------------
-/* A halo is filled by up to four shifts of the whole grid: rows down and up, then columns right and left. Columns have
-   the height of the block with its halo, so that the corners arrive with them. Each shift copies a strip at the inner
-   edge of the block to a buffer, passes the buffer on, and copies what arrives to the halo on the other side. Backward
-   runs the shifts in reverse order and direction, from halo to edge, and adds. The ranks at opposite ends of the grid
-   are neighbours for hpml_group.pass; what they get from each other is ignored. */
+/* A halo is filled by up to four shifts, in which all ranks of the grid of blocks take part: pixel rows down and up,
+   then columns right and left. Columns have the height of a block with its halo, so that the corners arrive with them.
+   Each shift sends a strip at the inner edge of the block to a neighbour, and copies the strip that arrives to the halo
+   on the other side. Backward runs the shifts in reverse order and direction, from halo to edge, and adds. Ranks at
+   opposite ends of the grid are neighbours for hpml_group.pass; strips that they get from each other are ignored. */
 typedef struct hpmlc_halo {
     const hpml_group *group;
     int64_t           rows, cols, h, w; /* rows and columns of the grid of blocks; pixels of the halo at each side */
     int64_t           images;           /* planes (images x channels) of a full batch */
 } hpmlc_halo;
 
-typedef struct hpmlc_strip { int64_t y, x, rows, cols; } hpmlc_strip; /* pixels of a block with its halo */
+typedef struct hpmlc_strip { int64_t y, x, rows, cols; } hpmlc_strip; /* a rectangle in a block with its halo */
 typedef struct hpmlc_shift {
     int         by;             /* passed to rank + by */
-    bool        sends, receives; /* inside the image: there is a block to which, from which this rank's strip goes */
+    bool        sends, receives; /* true: the grid has a block to which, from which the shift goes */
     hpmlc_strip edge, halo;
 } hpmlc_shift;
 
 /* Sets *s to halo shift i (0 down, 1 up, 2 right, 3 left) of blocks of H x W pixels, which passes pixels at an edge to
-   the neighbouring rank. False: the shift is not needed, because there is one block in this direction, or no halo. */
+   the neighbouring rank. False: not needed, because the grid has one block in this direction, or the halo is empty. */
 HPMLC_FN bool hpmlc_halo_shift(const hpmlc_halo *k, int i, int64_t H, int64_t W, hpmlc_shift *s)
 {
     const bool        vertical = i < 2, forward = i % 2 == 0;
@@ -15684,8 +15686,8 @@ HPMLC_FN bool hpmlc_halo_shift(const hpmlc_halo *k, int i, int64_t H, int64_t W,
     return blocks > 1 && halo > 0;
 }
 
-/* hpmlc_strip_copy copies a strip (a rectangle at an edge of an image) to the buffer (TAKE), copies the buffer to the
-   strip (PUT), or adds the buffer to the strip (ADD). */
+/* hpmlc_strip_copy copies a strip, a rectangle of an image, to a buffer (TAKE), copies the buffer to the strip (PUT),
+   or adds the buffer to the strip (ADD). */
 typedef enum hpmlc_copy { HPMLC_TAKE, HPMLC_PUT, HPMLC_ADD } hpmlc_copy;
 /* Copies or adds, as `what` says, between `buffer` and the strip s of every plane of `image`, (planes, H, W). */
 HPMLC_FN void hpmlc_strip_copy(hpmlc_copy what, float *image, int64_t planes, int64_t H, int64_t W, hpmlc_strip s,
@@ -15708,7 +15710,7 @@ HPMLC_FN hpml_status hpmlc_halo_exchange(hpml_node *n, float *image, bool backwa
     for (int j = 0; j < 4 && status == HPML_OK; j++) {
         hpmlc_shift s;
         if (!hpmlc_halo_shift(k, backward ? 3 - j : j, H - 2 * k->h, W - 2 * k->w, &s)) continue;
-        int64_t count = planes * s.edge.rows * s.edge.cols; /* all ranks have the same samples */
+        int64_t count = planes * s.edge.rows * s.edge.cols; /* equal on all ranks, which have the same samples */
         float  *out = (float *)n->scratch, *in = out + count;
         hpmlc_strip_copy(HPMLC_TAKE, image, planes, H, W, backward ? s.halo : s.edge, out);
         status = k->group->pass(k->group->user, out, in, count, backward ? -s.by : s.by);
@@ -15719,7 +15721,7 @@ HPMLC_FN hpml_status hpmlc_halo_exchange(hpml_node *n, float *image, bool backwa
     return status;
 }
 
-/* Returns the region of y that is this rank's own block of the image, without the halo around it. */
+/* Returns the rectangle of y, a block of the image with its halo, that is the block itself. */
 HPMLC_FN hpmlc_strip hpmlc_halo_inside(const hpmlc_halo *k, const hpml_tensor *y)
 {
     hpmlc_strip s = { k->h, k->w, y->shape[2] - 2 * k->h, y->shape[3] - 2 * k->w };
@@ -15740,7 +15742,7 @@ HPMLC_FN hpml_status hpmlc_halo_backward(const hpml_run *run, hpml_node *n)
 {
     const hpmlc_halo  *k = (const hpmlc_halo *)n->attr.custom->user;
     const hpml_tensor *y = n->out;
-    float             *inside = (float *)n->scratch; /* scratch array of the shape of x, unused after the exchange */
+    float             *inside = (float *)n->scratch; /* of the shape of x; the exchange, which is over, has used it */
     hpml_status        status = hpmlc_halo_exchange(n, y->grad, true);
     if (status != HPML_OK) return status;
     hpmlc_strip_copy(HPMLC_TAKE, y->grad, y->shape[0] * y->shape[1], y->shape[2], y->shape[3], hpmlc_halo_inside(k, y),
@@ -15804,13 +15806,13 @@ HPML_API hpml_tensor *hpml_conv2d_rows(hpml_tensor *x, int64_t out, const hpml_c
 }
 
 /* Locally connected layer, a convolution with weights of its own for each pixel p: y[p] = W_p patch_p + bias_p, with
-   patches of C kernel^2 numbers. Sources: x with its halo, weight, bias. Each pixel is one matrix product, whose rows
-   are the samples of the batch. */
-typedef struct hpmlc_local { int64_t kernel, rows, cols; } hpmlc_local; /* rows, cols: blocks in this rank's image */
-typedef struct hpmlc_pixel { /* one pixel's arrays */
+   patches of kernel x kernel pixels of C channels. Sources: x with its halo, weight, bias. Each pixel is one matrix
+   product, whose rows are the samples of the batch. */
+typedef struct hpmlc_local { int64_t kernel, rows, cols; } hpmlc_local; /* rows, cols: blocks that this rank has */
+typedef struct hpmlc_pixel { /* an output pixel: its place y, x and its arrays */
     int64_t B, K, out, y, x;
-    float  *patch, *result; /* (B, K), (B, out) */
-    int64_t weight, bias;   /* index of the pixel's first weight; of its first bias */
+    float  *patch, *result; /* (B, K) inputs, (B, out) results of the pixel for B samples */
+    int64_t weight, bias;   /* index of the pixel's first number in the array of weights, of biases */
 } hpmlc_pixel;
 
 HPMLC_FN hpmlc_pixel hpmlc_pixel_of(hpml_node *n, int64_t p)
@@ -15825,7 +15827,7 @@ HPMLC_FN hpmlc_pixel hpmlc_pixel_of(hpml_node *n, int64_t p)
     c.x      = p % W;
     c.patch  = (float *)n->scratch;
     c.result = c.patch + c.B * c.K;
-    const int64_t place = (c.y / h * k->cols + c.x / w) * h * w + c.y % h * w + c.x % w; /* in weight: block by block */
+    const int64_t place = (c.y / h * k->cols + c.x / w) * h * w + c.y % h * w + c.x % w; /* pixels ordered by block */
     c.weight = place * c.out * c.K;
     c.bias   = place * c.out;
     return c;
@@ -15882,7 +15884,7 @@ HPML_API hpml_tensor *hpml_local2d(hpml_tensor *x, int64_t out, const hpml_local
     HPMLC_DESC(hpml_local2d_desc, d, desc);
     const int32_t rows = d.rows ? d.rows : 1;
     const int32_t cols = d.cols ? d.cols : 1, half = d.kernel / 2;
-    const bool    alone = hpml_ctx_group(x->ctx, HPML_AXIS_SEQUENCE)->size == 1; /* this rank has all blocks */
+    const bool    alone = hpml_ctx_group(x->ctx, HPML_AXIS_SEQUENCE)->size == 1; /* true: this rank has all blocks */
     hpmlc_local   k = { d.kernel, 1, 1 };
     const char   *name = hpmlc_layer_name(x->ctx, d.name, "local2d", own_name);
     if (alone) {
@@ -15917,26 +15919,27 @@ HPML_API hpml_tensor *hpml_local2d(hpml_tensor *x, int64_t out, const hpml_local
 // ---------------------------------------------------------------------------------------------------------------------
 // >>layer-experts   mixture of experts by all-to-all
 // ---------------------------------------------------------------------------------------------------------------------
-/* One op from tokens x and probabilities p to y, because a rank without samples must still compute for other ranks'
-   tokens. Buffers of R = experts * cap rows (places; cap: tokens of a rank that an expert takes at most) in two orders:
+/* All from tokens x and the router's probabilities p to y is one op, because a rank without samples must still compute
+   for other ranks' tokens. Buffers have R = experts * cap rows (places), in one of two orders; an expert takes at most
+   cap tokens of each rank:
      at home       row e cap + s: place s of expert e, for this rank's tokens
-     at experts    row (r local + i) cap + s: place s that rank r fills of local expert i; `local` experts per rank
-   hpml_group.swap of cap local rows for each rank leads from one order to the other, in both directions. Forward: rows
-   of x go to their places at home, by swap to `in`, at experts; hid = relu(in w1^T + b1); hid w2^T + b2 goes by swap to
-   `back`, at home; y = sum of gate times back over the experts chosen for a token. Gradients go the same ways backward.
-   Saved: in (R, D), hid (R, hidden), back (R, D), and for each token and choice the place (-1: none left) and the gate.
-   Sources: x, p, w1, b1, w2, b2. */
+     at experts    row (r local + i) cap + s: place s of this rank's expert i, for tokens of rank r; a rank has `local`
+                   experts
+   hpml_group.swap of cap * local rows with each rank leads from one order to the other, in both directions. Forward:
+   rows of x go to their places at home, by swap to `in`, at experts; hid = relu(in w1^T + b1); hid w2^T + b2 goes by
+   swap to `back`, at home; y = sum of gate (the expert's weight) times row of `back` over the experts of a token.
+   Gradients go the same ways backward. Saved: in, hid, back, gate and place. Sources: x, p, w1, b1, w2, b2. */
 typedef struct hpmlc_experts {
     const hpml_group *group;
-    int64_t           experts, local, cap, D, hidden, tokens; /* local: of this rank; tokens: of a full batch */
+    int64_t           experts, local, cap, D, hidden, tokens; /* local: experts of this rank; tokens: of a full batch */
     int32_t           top;
 } hpmlc_experts;
 
 typedef struct hpmlc_experts_arrays {
     float   *in, *hid, *back, *gate; /* saved: (R, D), (R, hidden), (R, D), (tokens, top) for R = experts * cap rows */
-    int32_t *place, *choice;         /* saved: (tokens, top) of each choice of a token: its row at home; its expert */
+    int32_t *place, *choice;         /* saved: (tokens, top) for experts of a token: row at home, -1: none; number */
     float   *a, *b, *d_hid;          /* scratch: (R, D), (R, D), (cap, hidden) for R = experts * cap rows */
-    int64_t  rows, tokens;           /* rows: experts * cap; tokens of this batch */
+    int64_t  rows, tokens;           /* rows: experts * cap; tokens: of this batch */
 } hpmlc_experts_arrays;
 
 HPMLC_FN hpmlc_experts_arrays hpmlc_experts_of(hpml_node *n)
@@ -15992,13 +15995,13 @@ HPMLC_FN hpml_status hpmlc_experts_swap(const hpmlc_experts *k, const float *fro
     return k->group->swap(k->group->user, from, to, k->local * k->cap * k->D);
 }
 
-/* to[i] = b[i % width], for n numbers: a bias, to which a matrix product is added. */
+/* Fills n numbers with copies of the bias b, `width` numbers, so that a matrix product can be added to them. */
 HPMLC_FN void hpmlc_spread_bias(float *to, const float *b, int64_t n, int64_t width)
 {
     for (int64_t i = 0; i < n; i++) to[i] = b[i % width];
 }
 
-/* Runs the rows of block `block`, those of one rank for one local expert, through the expert; results go to w->a. */
+/* Runs block `block` of w->in, the rows of one rank for one expert, through the expert; writes results to w->a. */
 HPMLC_FN hpml_status hpmlc_expert_forward(hpml_ctx *ctx, const hpml_node *n, const hpmlc_experts_arrays *w,
                                           int64_t block)
 {
@@ -16035,7 +16038,7 @@ HPMLC_FN hpml_status hpmlc_experts_forward(const hpml_run *run, hpml_node *n)
     return status;
 }
 
-/* Computes, from the gradients of an expert's results in w->b, those of its parameters and, in w->a, of its input. */
+/* From w->b, gradients of an expert's results, computes gradients of its parameters and, in w->a, of its inputs. */
 HPMLC_FN hpml_status hpmlc_expert_backward(hpml_ctx *ctx, const hpml_node *n, const hpmlc_experts_arrays *w,
                                            int64_t block)
 {
@@ -16055,7 +16058,7 @@ HPMLC_FN hpml_status hpmlc_expert_backward(hpml_ctx *ctx, const hpml_node *n, co
     return hpml_sgemm(ctx, false, false, cap, D, H, 1, w->d_hid, H, w1, D, 0, w->a + block * cap * D, D);
 }
 
-/* Adds the terms of token t to the gradients of the router's probabilities, source 1 of n. d_gate (top): the gradients
+/* Adds what token t contributes to the gradients of the router's probabilities, source 1 of n. d_gate (top): gradients
    of the weights by which the results of the token's 1 or 2 experts (`top` of them) are multiplied. */
 HPMLC_FN void hpmlc_experts_give_gate(const hpml_node *n, const hpmlc_experts_arrays *w, int64_t t, const float *d_gate)
 {
@@ -16099,8 +16102,8 @@ HPMLC_FN hpml_status hpmlc_experts_backward(const hpml_run *run, hpml_node *n)
 }
 
 /* Computes the loss for balance (see hpml_experts): experts x sum over e of f_e P_e, f_e the share of the tokens whose
-   first choice is expert e, P_e the mean over the tokens of the router's probability for expert e; f counts as
-   constant. Saved for backward: experts x f_e / tokens for each e. */
+   first choice is expert e, P_e the mean over the tokens of the router's probability for expert e; f gets no
+   gradient. Saved for backward: experts x f_e / tokens for each e. */
 HPMLC_FN hpml_status hpmlc_balance_forward(const hpml_run *run HPMLC_UNUSED, hpml_node *n)
 {
     const float  *p = n->src[0]->data;
@@ -16188,7 +16191,7 @@ HPML_API hpml_tensor *hpml_experts(hpml_tensor *x, const hpml_experts_desc *desc
         return hpmlc_no_layer(x->ctx, "experts \"%s\": %d experts on %d ranks of the expert axis; expected a multiple "
                               "of the ranks", name, d.experts, k.group->size);
     double cap = ceil((double)d.capacity * k.top * (double)k.tokens / (double)k.experts);
-    k.cap = cap < (double)k.tokens ? (int64_t)cap : k.tokens; /* a token is at most once in an expert */
+    k.cap = cap < (double)k.tokens ? (int64_t)cap : k.tokens; /* because no expert gets a token twice */
     if (k.cap < 1) k.cap = 1;
     snprintf(gate, sizeof gate, "%s.gate", name);
     HPMLC_ZERO(hpml_linear_desc, linear);
@@ -16202,9 +16205,9 @@ HPML_API hpml_tensor *hpml_experts(hpml_tensor *x, const hpml_experts_desc *desc
 // ---------------------------------------------------------------------------------------------------------------------
 // >>layer-members   collectives as layers; dense layers whose ranks have samples of their own
 // ---------------------------------------------------------------------------------------------------------------------
-/* Collectives as layers, made of hpml_group_sum and hpml_group_gather, whose gradients are, on every axis but TENSOR,
-   those of the sum of all ranks' losses. A factor of 1 on the root and 0 on the other ranks makes a rank the root: a
-   BCAST multiplies its source by this factor, a REDUCE or GATHER its result. */
+/* Collectives as layers, made of the layers hpml_group_sum and hpml_group_gather, whose gradients are, on all axes but
+   TENSOR, those of the sum of all ranks' losses. A rank becomes the root by a factor, 1 on the root and 0 on the other
+   ranks: BCAST multiplies its source by this factor, REDUCE and GATHER their result. */
 typedef enum hpmlc_relay_kind { HPMLC_BCAST, HPMLC_REDUCE, HPMLC_GATHER } hpmlc_relay_kind;
 HPMLC_FN hpml_tensor *hpmlc_relay(hpml_tensor *x, hpml_axis axis, hpmlc_relay_kind kind, int root)
 {
@@ -16218,7 +16221,7 @@ HPMLC_FN hpml_tensor *hpmlc_relay(hpml_tensor *x, hpml_axis axis, hpmlc_relay_ki
     const float mine = root < 0 || root == g->rank ? 1.0f : 0.0f;
     if (kind == HPMLC_BCAST) x = hpml_scale(x, mine, 0);
     x = kind == HPMLC_GATHER ? hpml_group_gather(x, axis, 1) : hpml_group_sum(x, axis);
-    if (x && g->size > 1) x->needs_grad = true; /* backward runs on all ranks, also where x is an input */
+    if (x && g->size > 1) x->needs_grad = true; /* so that all ranks run the op's backward pass, a collective */
     return x && kind != HPMLC_BCAST && root >= 0 ? hpml_scale(x, mine, 0) : x;
 }
 HPML_API hpml_tensor *hpml_layer_bcast(hpml_tensor *x, hpml_axis axis, int root)
@@ -16236,10 +16239,9 @@ HPML_API hpml_tensor *hpml_layer_gather(hpml_tensor *x, hpml_axis axis, int root
 
 HPMLC_FN void hpmlc_zero(float *x, int64_t n) { memset(x, 0, (size_t)n * sizeof *x); }
 
-/* hpml_linear_rows: with B samples of each of p ranks and `cut` = out / p rows of the weight on each, all = x of all
-   ranks (p B, in), saved; part = all w^T + bias (p B, cut), of which block r belongs to rank r's samples. swap
-   exchanges these blocks: rank s then has block s of all ranks, (p, B, cut), and y (B, p cut). Sources: x, weight,
-   bias. */
+/* hpml_linear_rows: each of p ranks has B samples and `cut` = out / p rows of the weight w. all: x of all ranks, (p B,
+   in), saved; part = all w^T + bias, (p B, cut), of which block r belongs to rank r's samples. swap exchanges these
+   blocks: rank s then has block s of all ranks, (p, B, cut), which make y, (B, p cut). Sources: x, weight, bias. */
 typedef struct hpmlc_rows { const hpml_group *group; int64_t B, in, cut; } hpmlc_rows;
 
 /* Copies y (samples, p * cut) to blocks (p, B, cut), where B is the samples of a full batch; to_y: the other way. */
@@ -16259,7 +16261,7 @@ HPMLC_FN hpml_status hpmlc_rows_forward(const hpml_run *run, hpml_node *n)
     const hpml_group *g = k->group;
     const int64_t     samples = n->out->shape[0], rows = k->B * g->size;
     float            *all = (float *)n->saved, *part = (float *)n->scratch, *blocks = part + rows * k->cut;
-    float            *mine = blocks; /* x, filled up to a full batch; read before blocks are written */
+    float            *mine = blocks; /* x, filled up to a full batch with zeros, until blocks are written */
     hpmlc_zero(mine, k->B * k->in);
     memcpy(mine, n->src[0]->data, (size_t)(samples * k->in) * sizeof(float));
     hpml_status status = g->gather(g->user, mine, all, k->B * k->in);
@@ -16284,7 +16286,7 @@ HPMLC_FN hpml_status hpmlc_rows_backward(const hpml_run *run, hpml_node *n)
     for (int64_t i = 0; i < rows && n->src_count > 2; i++) hpmlc_give(n, 2, 0, part + i * cut, cut);
     if (n->src[1]->grad && status == HPML_OK)
         status = hpml_sgemm(run->ctx, true, false, cut, in, rows, 1, part, cut, all, in, 1, n->src[1]->grad, in);
-    if (status == HPML_OK) /* overwrites `all`, not needed any more, by its gradient */
+    if (status == HPML_OK) /* the gradient of `all` overwrites `all`, no longer needed */
         status = hpml_sgemm(run->ctx, false, false, rows, in, cut, 1, part, cut, n->src[1]->data, in, 0, all, in);
     if (status == HPML_OK) status = g->scatter(g->user, all, blocks, k->B * in);
     hpmlc_give(n, 0, 0, blocks, samples * in);
@@ -16360,8 +16362,8 @@ HPMLC_FN int hpmlc_names_find(const hpmlc_names *n, const char *name)
     return -1;
 }
 
-/* Sets axis[i] to the axis over which `rules` split dimension i, DATA if dimension i is whole or is that of the
-   samples. samples: dimension 0 is that of the samples. False: refused, with an error about the tensor named `what`. */
+/* Sets axis[i] to the axis over which `rules` split dimension i, DATA if dimension i is not split or has the samples.
+   samples: true: dimension 0 has the samples. False: the rules are wrong; an error names the tensor as `what`. */
 HPMLC_FN bool hpmlc_rules_read(hpml_ctx *ctx, const char *what, const char *rules, const hpmlc_names *n, bool samples,
                                hpml_axis *axis)
 {
@@ -16437,21 +16439,21 @@ HPML_API hpml_tensor *hpml_named_part(hpml_tensor *x, const char *rules, const c
     return x;
 }
 
-/* einsum: dimensions are of four kinds: in a, b and y; in a and y; in b and y; in a and b. g, m, n and k are the number
-   of dimensions of each kind, in this order. With a as (g, m, k), b as (g, n, k) and y as (g, m, n) the work is one
-   matrix product for each index of g. order[t]: the dimensions of tensor t (0: a, 1: b, 2: y) in this order. */
+/* einsum of a and b to y: a dimension is of one of four kinds: in a, b and y; in a and y; in b and y; in a and b. g, m,
+   n and k are the number of dimensions of each kind. With a as (g, m, k), b as (g, n, k) and y as (g, m, n) the work is
+   one matrix product for each index of g. order[t]: the dimensions of tensor t (0: a, 1: b, 2: y), sorted so. */
 typedef struct hpmlc_einsum { int g, m, n, k, order[3][HPML_MAX_DIMS]; } hpmlc_einsum;
 typedef struct hpmlc_einsum_arrays {
     int64_t g, m, n, k;
-    float  *a, *b, *y; /* scratch copies with dimensions in hpmlc_einsum.order; y: result or its gradient */
+    float  *a, *b, *y; /* scratch copies, dimensions as in hpmlc_einsum.order; y: result, or its gradient */
 } hpmlc_einsum_arrays;
 
 /* Copies `from`, an array of the shape of t, to `to`, with its dimensions permuted by `order`: dimension i of `to` is
-   dimension order[i] of t. If `give`, adds the numbers of `to`, permuted back, to those of `from` instead. */
+   dimension order[i] of t. give: instead adds the numbers of `to` to the numbers of `from` at the same indices. */
 HPMLC_FN void hpmlc_reorder(const hpml_tensor *t, const int *order, float *from, float *to, bool give)
 {
     int64_t stride[HPML_MAX_DIMS + 1], count = hpml_tensor_count(t);
-    int     last = t->ndim; /* `order` leaves dimensions from `last` on in place */
+    int     last = t->ndim; /* dimensions from `last` on have the same place in both arrays */
     stride[t->ndim] = 1;
     for (int d = t->ndim - 1; d >= 0; d--) stride[d] = stride[d + 1] * t->shape[d];
     while (last > 0 && order[last - 1] == last - 1) last--;
@@ -16466,8 +16468,8 @@ HPMLC_FN void hpmlc_reorder(const hpml_tensor *t, const int *order, float *from,
     }
 }
 
-/* Computes the sizes g, m, n and k of an einsum, and copies its sources a and b to scratch memory in the orders
-   (g, m, k) and (g, n, k). */
+/* Computes the sizes g, m, n and k of an einsum (see hpmlc_einsum), and copies its sources a and b to scratch memory in
+   the orders (g, m, k) and (g, n, k). */
 HPMLC_FN hpmlc_einsum_arrays hpmlc_einsum_of(const hpml_node *n)
 {
     const hpmlc_einsum *e = (const hpmlc_einsum *)n->attr.custom->user;
@@ -16522,14 +16524,14 @@ HPMLC_FN hpml_status hpmlc_einsum_backward(const hpml_run *run, hpml_node *n)
     return status;
 }
 
-/* Sorts the dimensions of an einsum into its kinds g, m, n and k; false: a name is in one of the tensors only. */
+/* Sorts the dimensions of an einsum by kind (hpmlc_einsum); false: only one of the tensors has a dimension. */
 HPMLC_FN bool hpmlc_einsum_sort(const hpmlc_names n[3], hpmlc_einsum *e)
 {
-    static const int missing[4] = { 3, 1, 0, 2 }; /* tensor without dimensions of kind g, m, n, k; 3: none */
+    static const int missing[4] = { 3, 1, 0, 2 }; /* tensor that lacks kind g, m, n, k (0 a, 1 b, 2 y); 3: none */
     int             *counts[4] = { &e->g, &e->m, &e->n, &e->k }, length[3] = { 0, 0, 0 };
     memset(e, 0, sizeof *e);
     for (int kind = 0; kind < 4; kind++) {
-        const hpmlc_names *by = &n[missing[kind] == 0 ? 1 : 0]; /* a or b: the names of a source with this kind */
+        const hpmlc_names *by = &n[missing[kind] == 0 ? 1 : 0]; /* names of a or, if a lacks this kind, of b */
         for (int i = 0; i < by->count; i++) {
             bool fits = true;
             int  at[3];
@@ -16575,8 +16577,8 @@ HPMLC_FN bool hpmlc_einsum_shape(const char *text, const hpmlc_names n[3], hpml_
     return true;
 }
 
-/* Returns whether the other operand is split over the TENSOR axis along a dimension that operand t does not have: the
-   gradient of t then is a sum over the ranks (hpml_group_copy). */
+/* Returns whether operand t (0: a, 1: b) lacks a dimension along which the other operand is split over the TENSOR axis:
+   the gradient of operand t then is a sum over the ranks (hpml_group_copy). */
 HPMLC_FN bool hpmlc_einsum_copies(const hpmlc_names n[3], hpml_tensor *const src[2], int t)
 {
     for (int i = 0; i < n[1 - t].count; i++)
@@ -16629,13 +16631,13 @@ HPML_API hpml_tensor *hpml_einsum(const char *text, hpml_tensor *a, hpml_tensor 
 // >>simulate   moves in virtual time, by a queue of ranks
 // ---------------------------------------------------------------------------------------------------------------------
 /* Every simulated rank has a clock. Ranks that are about to send wait in a queue by (clock, rank), as threads do in
-   >>clock, so that messages enter the cards in the same order as there and arrive at the same times. A message costs
-   some 50 to 100 ns of computation. Two shapes of collectives have p^2 messages and need less, because the order of
-   turns does not matter in them:
-     ring         each card serves one pair of ranks: played round by round, without a queue (some ns a message). Where
-                  all nodes are in the same state, the ranks of one node represent those of all nodes
-     all to all   the ranks of one node represent those of all nodes likewise
-   Tests compare both shapes with the queue. */
+   >>clock, so that messages enter the network cards in the same order as there and arrive at the same times. A message
+   takes some 50 to 100 ns to simulate. Two collectives, which have p^2 messages, are simulated without the queue,
+   because the order in which their ranks send does not matter:
+     ring         each card serves one pair of ranks: round by round (some ns a message). Where all nodes are in the
+                  same state, the ranks of one node represent those of all nodes
+     all to all   only where all nodes are in the same state: the ranks of one node represent those of all nodes
+   Tests compare both with the queue. */
 
 typedef struct hpmlc_sim_event {
     double time;
@@ -16649,14 +16651,14 @@ typedef struct hpmlc_sim_letter { /* a message that has been sent to a rank whic
     double arrival;
 } hpmlc_sim_letter;
 
-typedef struct hpmlc_sim_rank { /* a simulated rank. One struct, because its members are used together */
+typedef struct hpmlc_sim_rank { /* a simulated rank: its current round (move) and messages that came too early */
     int     phase, round;
-    int     to, from;    /* ranks of the current move, -1: none */
+    int     to, from;    /* to which rank the current move sends, from which it receives; -1: none */
     int64_t bytes;       /* bytes sent by the current move */
-    int     tag;         /* of the current move; its messages match messages with the same tag */
-    bool    far, far_from; /* only in programs (>>play): true: rank `to`, rank `from` is on another node */
+    int     tag;         /* of the current move: it receives only messages whose sender's move has this tag */
+    bool    far, far_from; /* only in programs (>>play): whether `to`, `from` is on another node */
     int     want;        /* the rank whose message is awaited; -1: none */
-    int     first, last; /* indices of the letters to this rank, -1: none */
+    int     first, last; /* indices of the first and last letter to this rank, -1: none */
     int     next;        /* the rank after this one in the same run (hpmlc_sim_push), -1: none */
 } hpmlc_sim_rank;
 
@@ -16666,12 +16668,12 @@ typedef struct hpmlc_sim hpmlc_sim;
 struct hpmlc_sim {
     hpml_comm         layout;             /* a communicator without a transport: nodes and links of the ranks */
     int               p, nodes, per_node; /* ranks, nodes, ranks of each node; per_node 0: the nodes differ */
-    bool              mixed;              /* ring neighbours may be on different nodes that have several ranks each */
-    bool              plain;              /* for tests: plays every collective by the queue */
-    double            latency[2], rate[2]; /* [0] inside a node, [1] between nodes: seconds, seconds a byte */
+    bool              mixed;              /* ring neighbours may be on different nodes with several ranks each */
+    bool              plain;              /* true, for tests: simulates every collective with the queue */
+    double            latency[2], rate[2]; /* seconds; seconds a byte; [0] inside a node, [1] between nodes */
     int32_t          *node;               /* (p) number of each rank's node */
     double           *clock;              /* (p) virtual time of each rank, seconds */
-    double           *out, *in;           /* (p + nodes) time when each rank's, each node's network card is free */
+    double           *out, *in;           /* (p + nodes) time when the card of each rank, then of each node, is free */
     int64_t          *bytes, *messages;   /* (p) bytes and messages that each rank has sent */
     int64_t           between;            /* bytes sent from node to node */
     double           *work;               /* (4 p) scratch array of hpmlc_sim_ring and hpmlc_sim_all_to_all */
@@ -16688,11 +16690,11 @@ struct hpmlc_sim {
     hpmlc_sim_letter *letter;
     int               letters, free_letter; /* number of letters allocated; index of the first unused one, -1: none */
     bool              failed;             /* true: out of memory */
-    /* For programs (>>play). There each rank has `streams` actors, which share its network card; "rank" in the comments
-       above then means an actor: */
+    /* For programs (>>play): each rank has `streams` actors, which share its network card, and p counts actors; "rank"
+       in the comments on the fields above then means an actor: */
     int               streams;            /* actors of a rank: 2, or 1 where ranks have no programs */
-    double           *waited;             /* (p) seconds that each actor has waited in its current act; else NULL */
-    bool            (*program)(hpmlc_sim *s, int r); /* sets the current move of actor r; false: none; or NULL */
+    double           *waited;             /* (p) seconds each actor waited in its current act; NULL: no programs */
+    bool            (*program)(hpmlc_sim *s, int r); /* sets actor r's move; false: none. NULL: no programs */
 };
 
 HPMLC_FN void hpmlc_sim_close(hpmlc_sim *s)
@@ -16757,7 +16759,8 @@ HPMLC_FN int hpmlc_sim_representative(const hpmlc_sim *s, int rank)
     return s->layout.spread ? rank - s->node[rank] : rank % s->per_node;
 }
 
-/* Returns the index in s->out and s->in of a rank's network card: if `far` (another node) its node's, else its own. */
+/* Returns the index in s->out and s->in of the card that rank `rank` uses. far: true, for messages to or from another
+   node: the card of its node; false: its own card. */
 HPMLC_FN int hpmlc_sim_card(const hpmlc_sim *s, int rank, bool far)
 {
     return far ? s->p + s->node[rank] : rank - rank % s->streams;
@@ -16765,8 +16768,8 @@ HPMLC_FN int hpmlc_sim_card(const hpmlc_sim *s, int rank, bool far)
 
 /* Simulates a message that rank `from` sends at its clock; returns when it arrives, in seconds, by the rules of
    hpmlc_arrival except in an all to all: there the receiving node's card is not occupied, because at any time as many
-   bytes enter a node as leave it. If cards were reserved in the order of sending, a busy receiving card would delay the
-   sending card, and this card the next message, which does not happen in a real switch. */
+   bytes enter a node as leave it. If that card were occupied, it could delay the sending card, and the sending card its
+   next message to another node, which does not happen in a real switch. */
 HPMLC_FN double hpmlc_sim_send(hpmlc_sim *s, int from, int to, int64_t bytes)
 {
     bool    far  = s->program ? s->rank[from].far : s->node[from] != s->node[to];
@@ -16790,9 +16793,9 @@ HPMLC_FN bool hpmlc_sim_before(hpmlc_sim_event a, hpmlc_sim_event b)
 }
 
 /* Puts a rank into the queue. The queue is a set of runs: lists of ranks in the order of their turns, by (clock, rank).
-   A rank is appended to the run with the latest end that is before the rank's turn; where there is none, it begins a
-   run. So runs stay sorted by their ends, and a run that gets empty is the last, with the earliest end. Ranks that do
-   the same at the same time need few runs, whose ends stay in the cache; a heap of all ranks would miss the cache. */
+   A rank is appended to the run with the latest last turn that is before the rank's turn; if there is none, it begins
+   a run. So runs stay sorted by their last turns, and a run that gets empty is the one with the earliest. Ranks that do
+   the same at the same time need few runs, which the processor's cache can hold, unlike a heap of all ranks. */
 HPMLC_FN void hpmlc_sim_push(hpmlc_sim *s, int rank)
 {
     hpmlc_sim_event e;
@@ -16835,13 +16838,13 @@ HPMLC_FN int hpmlc_sim_pop(hpmlc_sim *s)
     return top;
 }
 
-/* Returns how many elements block i has, the i-th of p almost equal parts of the array of s->n elements. */
+/* Returns the number of elements of block i of the s->p almost equal blocks into which s->n elements are divided. */
 HPMLC_FN int64_t hpmlc_sim_block(const hpmlc_sim *s, int i)
 {
     return hpml_block(s->n, s->p, i + 1) - hpml_block(s->n, s->p, i);
 }
 
-/* Stores what rank r sends and receives in the current round of its phases in s->rank[r]; false: no round is left. */
+/* Sets in s->rank[r] what rank r sends and receives in the current round of its phases; false: no round is left. */
 HPMLC_FN bool hpmlc_sim_phase_move(hpmlc_sim *s, int r)
 {
     hpmlc_sim_rank *q = &s->rank[r];
@@ -16860,8 +16863,8 @@ HPMLC_FN bool hpmlc_sim_phase_move(hpmlc_sim *s, int r)
     return false;
 }
 
-/* Stores what rank r sends and receives in its current round in s->rank[r]; false: it has no round left, or its program
-   cannot go on. */
+/* Sets in s->rank[r] what rank r sends and receives in its current round; false: it has no round left, or its program
+   waits for another actor. */
 HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r)
 {
     hpmlc_sim_rank *q = &s->rank[r];
@@ -16883,7 +16886,7 @@ HPMLC_FN void hpmlc_sim_arrive(hpmlc_sim *s, int r, double arrival)
     s->clock[r] = arrival;
 }
 
-/* Receives the first message sent by `from` to rank r, and sets r's clock to its arrival, if later. False: none yet. */
+/* Receives the first message from rank `from` to rank r: sets r's clock to its arrival, if later. False: none yet. */
 HPMLC_FN bool hpmlc_sim_take(hpmlc_sim *s, int r, int from)
 {
     hpmlc_sim_rank *q = &s->rank[r];
@@ -16963,7 +16966,7 @@ HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
         int             r = hpmlc_sim_pop(s), to = s->rank[r].to;
         double          arrival = hpmlc_sim_send(s, r, to, s->rank[r].bytes);
         hpmlc_sim_rank *q = &s->rank[to];
-        if (q->want == r && q->tag == s->rank[r].tag) { /* rank `to` waits for this message */
+        if (q->want == r && q->tag == s->rank[r].tag) { /* true: rank `to` waits for this message */
             hpmlc_sim_arrive(s, to, arrival);
             q->want = -1;
             q->round++;
@@ -16977,9 +16980,9 @@ HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
 // >>simulate-fast   rings and all to all in virtual time without a queue
 // ---------------------------------------------------------------------------------------------------------------------
 /* Returns q, the number of ranks of a ring over n elements that are simulated for all p, because rank i does the same
-   at the same time as rank i % q: 1, the ranks of a node, or p. Fewer than p only where the p blocks of the array are
-   equal, or so many that each may count as the longest (then the time is an upper bound). free_at: (p) the time in
-   seconds at which the link from rank i to rank i + 1 gets free. */
+   at the same time as rank i % q: 1, the ranks of a node, or p. q is below p only where the p blocks of the array have
+   equal lengths, or p is so large that all may count as the longest one (then the time is an upper bound). free_at: (p)
+   the time in seconds at which the link from rank i to rank i + 1 gets free. */
 HPMLC_FN int hpmlc_sim_period(const hpmlc_sim *s, int64_t n, const double *free_at)
 {
     int q = s->per_node > 0 && !s->mixed ? s->per_node : s->p;
@@ -16990,9 +16993,9 @@ HPMLC_FN int hpmlc_sim_period(const hpmlc_sim *s, int64_t n, const double *free_
     return q;
 }
 
-/* Simulates a ring of all ranks in which no two pairs of neighbours share a network card. rounds: 2 (p - 1), or p - 1
-   for an allgather alone. In round k rank i sends block i - 1 - k, in an allgather alone block i - k, of the p blocks
-   of the array. */
+/* Simulates a ring of all p ranks in which no two pairs of neighbours share a network card. rounds: 2 (p - 1) for an
+   allreduce, p - 1 for an allgather. In round k rank i sends block i - 1 - k of the array, in an allgather block i - k,
+   modulo p. */
 HPMLC_FN void hpmlc_sim_ring(hpmlc_sim *s, int rounds)
 {
     int     p = s->p, all = rounds == p - 1 ? 0 : 1;
@@ -17000,7 +17003,8 @@ HPMLC_FN void hpmlc_sim_ring(hpmlc_sim *s, int rounds)
     for (int i = 0; i < p; i++) {
         int     next = (i + 1) % p, far = s->node[i] != s->node[next];
         double  out = s->out[hpmlc_sim_card(s, i, far)], in = s->in[hpmlc_sim_card(s, next, far)];
-        int64_t mine = hpmlc_sim_block(s, i), kept = hpmlc_sim_block(s, next); /* blocks not sent in 1st, 2nd half */
+        /* mine, kept: elements of the block that rank i does not send in the reduce-scatter, in the allgather */
+        int64_t mine = hpmlc_sim_block(s, i), kept = hpmlc_sim_block(s, next);
         int64_t sent = ((all ? 2 * s->n - mine : s->n) - kept) * (int64_t)s->size;
         free_at[i] = out > in ? out : in;
         block[i] = block[i + p] = (double)(mine * (int64_t)s->size);
@@ -17050,10 +17054,10 @@ HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
     int     p = s->p, m = s->nodes == 1 ? 1 : s->per_node;
     double *arrival = s->work, busy = (double)((s->n + p - 1) / p * (int64_t)s->size); /* (p) */
     double  card = s->out[p];
-    int32_t *order = s->phases; /* (m) the ranks that represent all ranks, sorted by clock */
+    int32_t *order = s->phases; /* (m) the simulated ranks, sorted by clock; m: one, or those of one node */
     for (int j = 0; j < m; j++) order[j] = s->layout.spread ? j * s->nodes : j;
     for (int k = 1; k < p; k++) {
-        for (int j = 1; j < m; j++) { /* insertion sort: the ranks are nearly sorted */
+        for (int j = 1; j < m; j++) { /* insertion sort, fast because the order changes little in a round */
             int r = order[j], i = j;
             for (; i > 0 && s->clock[order[i - 1]] > s->clock[r]; i--) order[i] = order[i - 1];
             order[i] = r;
@@ -17088,8 +17092,8 @@ HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
     }
 }
 
-/* Returns true when the collective is nothing but the ring that hpmlc_sim_ring simulates: all ranks, the whole array,
-   reduce-scatter and allgather, or allgather alone. Checks rank 0's phases, because the other ranks have the same. */
+/* Returns whether hpmlc_sim_ring can simulate the collective: a ring of all ranks, over the whole array, that does a
+   reduce-scatter and an allgather, or an allgather only. Checks rank 0's phases, which the other ranks have, too. */
 HPMLC_FN bool hpmlc_sim_is_ring(const hpmlc_sim *s)
 {
     const hpmlc_kind *const ring[] = { &hpmlc_ring_scatter, &hpmlc_ring_gather };
@@ -17110,7 +17114,7 @@ HPMLC_FN void hpmlc_sim_set_phases(hpmlc_sim *s, int rank, const hpmlc_phases *a
     for (int i = 0; i < all->count; i++) s->phase[(size_t)i * (size_t)s->p + (size_t)rank] = all->phase[i];
 }
 
-/* Simulates the collective whose kind, elements and plans are set in s, from the ranks' clocks on: a ring or an all to
+/* Simulates the collective whose kind, elements and phases are set in s, from the ranks' clocks on: a ring or an all to
    all round by round where possible, else with a queue of the ranks ordered by clock, which is slower. False: out of
    memory. */
 HPMLC_FN bool hpmlc_sim_run(hpmlc_sim *s)
@@ -17199,8 +17203,9 @@ HPMLC_FN hpml_status hpmlc_sim_check(const hpml_simulate_desc *d, const hpmlc_te
     return HPML_OK;
 }
 
-/* Simulates the exchange of a bucket of n floats, ready on rank r at ready * slow[r] seconds. packed: its compressed
-   bytes, used where d->packed is given. Adds the seconds of the exchange to *comm. False: out of memory. */
+/* Simulates the exchange of a bucket of n floats, which rank r has computed at ready * d->network.slow[r] seconds.
+   packed: bytes of the compressed bucket; used if d->packed is not NULL. Adds the exchange's seconds to *comm. False:
+   out of memory. */
 HPMLC_FN bool hpmlc_sim_bucket(hpmlc_sim *s, const hpml_simulate_desc *d, double ready, int64_t n, int64_t packed,
                                double *comm)
 {
@@ -17241,7 +17246,7 @@ HPMLC_FN void hpmlc_sim_deal(hpmlc_sim *s, int first, int end, int to, int to_en
 /* Simulates steps with parameter servers; stores mean times and counts of the steps after warm-up in *out. */
 HPMLC_FN void hpmlc_sim_servers(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_simulation *out)
 {
-    enum { STEPS = 8 }; /* steps that are measured, after as many to warm up */
+    enum { STEPS = 8 }; /* steps that are counted, after as many steps that are not */
     const int workers = s->p - d->servers;
     double    compute = 0, slowest = 1, begin = 0, end = 0;
     int64_t   up = 0, down = 0;
@@ -17253,7 +17258,7 @@ HPMLC_FN void hpmlc_sim_servers(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_
     for (int step = 0; step < 2 * STEPS; step++) {
         if (step == STEPS) {
             begin = end;
-            memset(s->bytes, 0, sizeof *s->bytes * 2 * (size_t)s->p); /* and s->messages */
+            memset(s->bytes, 0, sizeof *s->bytes * 2 * (size_t)s->p); /* s->bytes and s->messages */
             s->between = 0;
         }
         for (int r = 0; r < workers; r++) s->clock[r] += compute * (d->network.slow ? d->network.slow[r] : 1);
@@ -17367,10 +17372,10 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
 typedef struct hpmlc_pipe_sim {
     const hpml_pipe_desc *desc;
     int                   p, m, chunks;
-    hpmlc_sim             net;        /* clocks of the stages, cards, links */
+    hpmlc_sim             net;        /* clocks of the stages, network cards and links between them */
     hpmlc_pipe_walk      *walk;       /* (p) */
     hpml_pipe_task       *next;       /* (p) the task that each stage does next */
-    bool                 *ended;      /* (p) the stage has no task left */
+    bool                 *ended;      /* (p) true: the stage has no task left */
     double               *arrival[2]; /* (pieces, m) when the input of a forward, backward pass arrives; -1: unknown */
 } hpmlc_pipe_sim;
 
@@ -17390,7 +17395,7 @@ HPMLC_FN bool hpmlc_pipe_sim_open(hpmlc_pipe_sim *s, const hpml_pipe_desc *d)
         return false;
     s->arrival[1] = s->arrival[0] + inputs;
     for (size_t i = 0; i < 2 * inputs; i++) s->arrival[0][i] = -1;
-    for (int i = 0; i < s->m; i++) { /* known from the start: the first piece's inputs, the last one's gradient */
+    for (int i = 0; i < s->m; i++) { /* at 0 s: inputs of the first piece, gradients of the last one */
         s->arrival[0][i] = 0;
         s->arrival[1][inputs - 1 - (size_t)i] = 0;
     }
@@ -17453,8 +17458,8 @@ HPMLC_FN void hpmlc_pipe_send(hpmlc_pipe_sim *s, int r, const hpml_pipe_task *t)
         *arrival = hpmlc_sim_send(&s->net, r, piece % s->p, s->desc->bytes ? s->desc->bytes[cut] : 0);
 }
 
-/* Simulates, of the next tasks of all stages, the one that ends first (if equal, that of the lowest stage), so that
-   messages leave in the order of time. Stores the task in *span. False: no stage can go on. */
+/* Simulates, of the next tasks of all stages, the task that ends first (of several, that of the lowest stage), so that
+   messages are sent in the order of time. Stores the task and its times in *span. False: no stage can go on. */
 HPMLC_FN bool hpmlc_pipe_step(hpmlc_pipe_sim *s, hpml_pipe_span *span)
 {
     int first = -1;
@@ -17495,7 +17500,7 @@ HPMLC_FN hpml_status hpmlc_pipe_check_times(const hpml_pipe_desc *d, const hpmlc
 HPMLC_FN void hpmlc_pipe_run(hpmlc_pipe_sim *s, hpml_pipe_simulation *out, hpml_pipe_span *spans, int capacity)
 {
     hpml_pipe_span span = { 0, { HPML_PIPE_FORWARD, 0, 0, 0, 0, 0 }, 0, 0 };
-    double        *busy = s->net.work, all = 0; /* busy: (p) seconds, in a scratch array of the simulator */
+    double        *busy = s->net.work, all = 0; /* busy: (p) seconds that each stage computes; all: their sum */
     for (int r = 0; r < s->p; r++) busy[r] = 0;
     while (hpmlc_pipe_step(s, &span)) {
         if (out->tasks < capacity && spans) spans[out->tasks] = span;
@@ -17616,12 +17621,12 @@ HPML_API int hpml_pipe_svg(const hpml_pipe_span *spans, int count, const char *t
 // >>play   programs of all ranks in virtual time
 // ---------------------------------------------------------------------------------------------------------------------
 /* A program is a list of acts that a rank repeats in each step. Each rank has two actors, its own thread and its
-   background thread, with a clock each; the list of the background's acts is cut into jobs, which begin when the rank's
-   own thread has posted them. The queue of >>simulate plays the messages of all actors. Of two actors with equal clocks
-   the background comes first, as in >>clock. */
+   background thread (below: background), with a clock each; the background's list of acts is cut into jobs, which begin
+   when the rank's own thread has posted them. The queue of >>simulate plays the messages of all actors. Of a rank's
+   actors with equal clocks the background sends first, as in >>clock. */
 
-typedef enum hpmlc_act_kind {
-    HPMLC_ACT_COMPUTE, /* takes .seconds */
+typedef enum hpmlc_act_kind { /* words after a point are fields of hpmlc_act */
+    HPMLC_ACT_COMPUTE, /* computes for .seconds seconds */
     HPMLC_ACT_SEND, HPMLC_ACT_RECEIVE, /* .n bytes to, or from, the rank at position .peer of .group */
     HPMLC_ACT_COLLECT, /* takes part in the collective .collective of the ranks of .group */
     HPMLC_ACT_POST,    /* lets the background begin its next job */
@@ -17629,12 +17634,12 @@ typedef enum hpmlc_act_kind {
     HPMLC_ACT_END      /* ends the step; in the background's list: ends the job */
 } hpmlc_act_kind;
 
-typedef enum hpmlc_collective {
+typedef enum hpmlc_collective { /* words after a point are fields of hpmlc_act */
     HPMLC_ALLREDUCE, HPMLC_REDUCE_SCATTER, HPMLC_ALLGATHER, HPMLC_BROADCAST, /* .n elements of .size bytes */
     HPMLC_STRIPES,     /* all to all: each rank sends another block, .n bytes with its header, to each other rank */
     HPMLC_SUMS,        /* each rank sends the same block, .n bytes with its header, to all other ranks */
-    HPMLC_PASSES,      /* in each of size - 1 rounds each rank sends .n bytes to the next rank of the group */
-    HPMLC_SHIFTS       /* in round r each rank sends .n bytes to the rank 2^r places on: sums a few numbers */
+    HPMLC_PASSES,      /* in each of p - 1 rounds each of p ranks sends .n bytes to the next one */
+    HPMLC_SHIFTS       /* a sum of few numbers: in round r each rank sends .n bytes to the rank 2^r on */
 } hpmlc_collective;
 
 /* A group of a play: the ranks along one axis (then its number is that hpml_axis), the ranks that average gradients, or
@@ -17663,7 +17668,7 @@ typedef struct hpmlc_acts {
 
 typedef struct hpmlc_role { hpmlc_acts own, background; } hpmlc_role;
 
-typedef struct hpmlc_layouts hpmlc_layouts; /* on which node each rank of a group is: AUTO's choice depends on this */
+typedef struct hpmlc_layouts hpmlc_layouts; /* list: of a group, each rank's node, on which AUTO's choice depends */
 struct hpmlc_layouts {
     hpmlc_layouts *next;
     int            group;
@@ -17673,22 +17678,22 @@ struct hpmlc_layouts {
 typedef struct hpmlc_actor {
     const hpmlc_acts *acts;
     int               at, step;     /* indices of the current act in .acts, and of the own thread's current step */
-    bool              begun;        /* the collective of the current act has begun */
-    bool              idle;         /* own thread: waits for a job to end; background: for one to be posted */
+    bool              begun;        /* true: the collective of the current act has begun */
+    bool              idle;         /* true: waits, own thread for a job's end, background for a job */
     int64_t           jobs;         /* own thread: jobs that it has posted; background: jobs that have ended */
     hpmlc_layouts    *layout[HPMLC_GROUPS];
-    double            term[HPML_TERM_COUNT], link[2]; /* seconds, without the first step: of each term; of waiting for
-                                       messages, without bubbles, [0] within a node, [1] between nodes */
+    double            term[HPML_TERM_COUNT], link[2]; /* seconds after the first step: of each term; of waiting for
+                                       messages, not in bubbles, [0] within a node, [1] between nodes */
 } hpmlc_actor;
 
 typedef struct hpmlc_play {
     hpmlc_sim      net;             /* messages of actors: 2 r is the background of rank r, 2 r + 1 its own thread */
     int            ranks, workers;  /* ranks [workers, ranks) are servers */
-    int            unit;            /* ranks [0, unit) are played for all others, which are equal */
-    bool           loose;           /* losses are added up by HPMLC_SHIFTS, in which all ranks do the same, instead of
+    int            unit;            /* ranks [0, unit) are played; the others do the same at the same times */
+    bool           loose;           /* true: losses are added up by HPMLC_SHIFTS, in which all ranks do the same; false:
                                        by AUTO, which for small sums prefers that one rank serves all others */
-    int            size[HPML_AXES], stride[HPML_AXES]; /* of the axes */
-    unsigned       mask[HPMLC_GROUPS]; /* bit k: the ranks of the group differ on axis k */
+    int            size[HPML_AXES], stride[HPML_AXES]; /* of each axis: ranks; step of rank numbers */
+    unsigned       mask[HPMLC_GROUPS]; /* bit k: the group's ranks differ in their position on axis k */
     const hpml_network *network;
     int            nodes;
     int            steps;
@@ -17699,7 +17704,7 @@ typedef struct hpmlc_play {
     hpmlc_actor   *actor;           /* (2 unit) */
     double        *posted, *ended;  /* (unit, jobs) virtual time when each rank's job of that number in the step was
                                        posted last, and ended last */
-    int            jobs;            /* jobs of a step, of the role that has most */
+    int            jobs;            /* most jobs that a role has in a step */
     hpmlc_layouts *layouts;
 } hpmlc_play;
 
@@ -17813,8 +17818,8 @@ HPMLC_FN void hpmlc_play_set(hpmlc_play *y, int a, int group, int to, int from, 
     q->from     = from % y->unit * 2 + a % 2;
 }
 
-/* Begins the collective of act `act`: gives actor a the phases of the collective's algorithm. Those from HPMLC_STRIPES
-   on have no phases, see hpmlc_collect_move. */
+/* Begins the collective of act `act`: gives actor a the phases of the collective's algorithm. Collectives from
+   HPMLC_STRIPES on have no phases; hpmlc_collect_move makes their rounds. */
 HPMLC_FN void hpmlc_collect_begin(hpmlc_play *y, int a, const hpmlc_act *act)
 {
     hpml_comm      *c  = &y->actor[a].layout[act->group]->c;
@@ -17836,7 +17841,7 @@ HPMLC_FN void hpmlc_collect_begin(hpmlc_play *y, int a, const hpmlc_act *act)
     hpmlc_sim_set_phases(&y->net, a, &all);
 }
 
-/* Sets the current move of actor a to that of its current round of the act's collective; false: no round is left. */
+/* Sets the move (hpmlc_sim_rank) of actor a by its current round of the act's collective; false: no round is left. */
 HPMLC_FN bool hpmlc_collect_move(hpmlc_play *y, int a, const hpmlc_act *act)
 {
     hpmlc_sim_rank *q = &y->net.rank[a];
@@ -17856,7 +17861,7 @@ HPMLC_FN bool hpmlc_collect_move(hpmlc_play *y, int a, const hpmlc_act *act)
 }
 
 /* Adds `seconds`, for which own thread a has waited in the act, to the act's term and, unless this is the idle time of
-   the pipeline, to a's waits for links between nodes (far) or within one. Waits in the first step do not count. */
+   the pipeline, to a's waits for links between nodes (far: true) or within one. The first step does not count. */
 HPMLC_FN void hpmlc_actor_waited(hpmlc_play *y, int a, const hpmlc_act *act, double seconds, bool far)
 {
     hpmlc_actor *actor = &y->actor[a];
@@ -17919,7 +17924,7 @@ HPMLC_FN void hpmlc_act_post(hpmlc_play *y, int a)
 }
 
 /* Returns the current act of actor a; NULL: it has none, because its steps are over or, in the background, because the
-   own thread has not posted the next job yet. */
+   own thread has not posted the next job yet. Sets the background's clock to the time of posting, if that is later. */
 HPMLC_FN const hpmlc_act *hpmlc_actor_act(hpmlc_play *y, int a)
 {
     hpmlc_actor *actor = &y->actor[a];
@@ -17976,7 +17981,7 @@ HPMLC_FN bool hpmlc_play_move(hpmlc_sim *s, int a)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>program   the programs of a plan's ranks: layers, buckets, pipeline tasks
 // ---------------------------------------------------------------------------------------------------------------------
-/* What hpml_distribute does in a step, as acts: one program for each stage of the pipeline and for each server. */
+/* What ranks do in a step of hpml_distribute, as acts: a program for each stage of the pipeline and for each server. */
 
 typedef struct hpmlc_maker {
     const hpml_plan        *p;        /* the plan, with defaults in place of zeros */
@@ -17986,16 +17991,16 @@ typedef struct hpmlc_maker {
     hpmlc_role             *role;     /* the role whose program is made now */
     int                     stage, pieces;
     int32_t                *cut;      /* (pieces + 1) first layer of each piece */
-    int64_t                 samples, rows; /* samples of a rank's batch; of a micro-batch of the pipeline */
+    int64_t                 samples, rows; /* of a rank's batch; of a micro-batch of the pipeline */
     int32_t                *bucket;   /* (layers) number of the bucket with the layer's gradient; -1: none */
     int32_t                *left;     /* (layers) for each bucket: how many of its gradients are not yet final */
     int32_t                *job;      /* (layers) for each bucket: the job that exchanges it */
     int64_t                *floats;   /* (layers) for each bucket: the floats of its gradients */
-    int                     buckets, posted, stepped; /* of a step: buckets; exchanges posted; buckets stepped */
+    int                     buckets, posted, stepped; /* buckets of a step: all; posted; updated by optimizer */
     int                     stats;    /* number of the job that adds up losses; -1: not posted in this step */
     int                     slot[2], slot_job[2], used[2], clock; /* shard 3: the bucket whose values each slot has,
-                                         -1: none; the job that gathers them; .clock at the slot's last use; layers that
-                                         needed a bucket, counted */
+                                         -1: none; the job that gathers them; .clock at the slot's last use; count of
+                                         layers that have needed a bucket */
 } hpmlc_maker;
 
 HPMLC_FN int64_t hpmlc_layer_part(const hpmlc_maker *k, int i) /* parameters of layer i on a rank that has the layer */
@@ -18007,7 +18012,7 @@ HPMLC_FN int64_t hpmlc_layer_part(const hpmlc_maker *k, int i) /* parameters of 
     return n;
 }
 
-HPMLC_FN int64_t hpmlc_layer_floats(const hpmlc_maker *k, int i) /* hpmlc_layer_part, rounded up as in the trainer */
+HPMLC_FN int64_t hpmlc_layer_floats(const hpmlc_maker *k, int i) /* hpmlc_layer_part and padding for alignment */
 {
     return (hpmlc_layer_part(k, i) + HPML_GRADIENT_ALIGN - 1) / HPML_GRADIENT_ALIGN * HPML_GRADIENT_ALIGN;
 }
@@ -18018,9 +18023,9 @@ HPMLC_FN double hpmlc_layer_parts(const hpmlc_maker *k, const hpml_layer_facts *
     return (l->split ? k->y->size[HPML_AXIS_TENSOR] : 1) * (double)k->y->size[HPML_AXIS_SEQUENCE];
 }
 
-/* Returns the seconds of the forward or (back) backward pass of a layer for `samples` samples on one rank that has the
-   whole layer: as measured or, without measured seconds, the time for its operations or for its bytes on the machine,
-   the longer of both. */
+/* Returns the seconds of a layer's forward or, if `back`, backward pass for `samples` samples on a rank that has the
+   whole layer: measured seconds (.forward_s) or, if these are 0, the longer of the times that the machine needs for the
+   layer's operations and for its bytes. */
 HPMLC_FN double hpmlc_layer_whole(const hpml_layer_facts *l, const hpml_machine *m, double samples, bool back)
 {
     const double params = 4.0 * (double)(hpmlc_max(l->rows, 1) * l->cols), bytes = l->bytes * samples + params;
@@ -18047,7 +18052,7 @@ HPMLC_FN void hpmlc_allreduce_add(const hpmlc_maker *k, hpmlc_acts *acts, int gr
 {
     hpmlc_act *act = NULL;
     if (hpmlc_group_size(k->y, group) > 1) act = hpmlc_collect_add(acts, group, HPMLC_ALLREDUCE, n, size, term);
-    if (act && size == sizeof(float)) act->algorithm = k->p->algorithm; /* sums of losses, of doubles, keep AUTO */
+    if (act && size == sizeof(float)) act->algorithm = k->p->algorithm; /* sums of losses are doubles: AUTO */
 }
 
 HPMLC_FN void hpmlc_compute_add(const hpmlc_maker *k, double seconds, hpml_term term)
@@ -18084,13 +18089,13 @@ HPMLC_FN void hpmlc_await_add(const hpmlc_maker *k, int job)
     if (act) act->peer = job;
 }
 
-HPMLC_FN bool hpmlc_exchanges(const hpmlc_maker *k) /* true: several ranks average gradients, in each step */
+HPMLC_FN bool hpmlc_exchanges(const hpmlc_maker *k) /* true: in each step several ranks average gradients */
 {
     return k->p->strategy == HPML_STRATEGY_SYNC && hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS) > 1;
 }
 
-/* Adds to the background's list the exchange of layer i's gradient, if the codec packs whole tensors; if it packs rows,
-   adds their bytes to *packed, for hpmlc_bucket_add. Returns the floats that are not packed; 0: all are. */
+/* If the codec packs whole tensors, adds to the background's list the exchange of layer i's gradient; if it packs rows,
+   adds their packed bytes to *packed. Returns the floats to exchange unpacked: all of the layer, or 0. */
 HPMLC_FN int64_t hpmlc_packed_add(const hpmlc_maker *k, int i, int64_t *packed)
 {
     const hpml_layer_facts *l = &k->f->layer[i];
@@ -18150,7 +18155,7 @@ HPMLC_FN void hpmlc_stats_add(hpmlc_maker *k)
     k->stats = hpmlc_job_add(k);
 }
 
-HPMLC_FN void hpmlc_posts_add(hpmlc_maker *k) /* exchanges of buckets with final gradients, in order */
+HPMLC_FN void hpmlc_posts_add(hpmlc_maker *k) /* adds exchanges of the next buckets whose gradients are final */
 {
     while (k->posted < k->buckets && k->left[k->posted] == 0) hpmlc_bucket_add(k, k->posted++);
 }
@@ -18166,8 +18171,8 @@ HPMLC_FN double hpmlc_update_seconds(const hpmlc_maker *k, double floats)
     return total > 0 ? k->f->update_s * floats / total : 0;
 }
 
-/* Adds the optimizer's steps of this rank's blocks of buckets [k->stepped, to) and the jobs that gather the new values,
-   but for shard 3, where ranks keep their blocks only. Returns the number of the last of these jobs; -1: none. */
+/* Adds the optimizer's steps for this rank's blocks of buckets [k->stepped, to) and, but for shard 3, where ranks keep
+   only their blocks, the jobs that gather the new values. Returns the number of the last of these jobs; -1: none. */
 HPMLC_FN int hpmlc_shard_steps_add(hpmlc_maker *k, int to)
 {
     const double p = hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS);
@@ -18183,7 +18188,7 @@ HPMLC_FN int hpmlc_shard_steps_add(hpmlc_maker *k, int to)
     return job;
 }
 
-/* Returns whether a plan with shard 1 or 2 steps buckets within the backward pass, not after it. */
+/* Returns whether the optimizer updates buckets within the backward pass, not after it; only with shard 1 and 2. */
 HPMLC_FN bool hpmlc_steps_early(const hpmlc_maker *k)
 {
     const hpml_plan_facts *f = &k->f->facts;
@@ -18192,7 +18197,7 @@ HPMLC_FN bool hpmlc_steps_early(const hpmlc_maker *k)
 }
 
 /* Adds the acts that follow when the backward pass has made the gradient of layer i final: exchanges of buckets that
-   are complete now and, if hpmlc_steps_early, steps of the buckets before. */
+   are complete now and, if hpmlc_steps_early, the optimizer's steps for the buckets before. */
 HPMLC_FN void hpmlc_gradient_add(hpmlc_maker *k, int i)
 {
     if (!hpmlc_exchanges(k) || k->bucket[i] < 0) return;
@@ -18243,7 +18248,7 @@ HPMLC_FN void hpmlc_need_add(hpmlc_maker *k, int i, int step)
     if (step < 0 && b > 1) hpmlc_await_add(k, k->job[b - 2]);
 }
 
-/* Adds the collectives of a layer's forward or (back) backward pass along the axes sequence and expert. */
+/* Adds the collectives of a layer's forward or, if `back`, backward pass along the axes sequence and expert. */
 HPMLC_FN void hpmlc_layer_exchange_add(const hpmlc_maker *k, const hpml_layer_facts *l, int64_t samples, bool back)
 {
     const int     s = k->y->size[HPML_AXIS_SEQUENCE], e = k->y->size[HPML_AXIS_EXPERT];
@@ -18319,7 +18324,7 @@ HPMLC_FN void hpmlc_pass_add(hpmlc_maker *k) /* adds the forward and backward pa
 // ---------------------------------------------------------------------------------------------------------------------
 // >>program-step   the programs of a plan's ranks: whole steps, by strategy
 // ---------------------------------------------------------------------------------------------------------------------
-HPMLC_FN double hpmlc_stage_floats(const hpmlc_maker *k) /* floats of parameters of stage k->stage */
+HPMLC_FN double hpmlc_stage_floats(const hpmlc_maker *k) /* floats of a rank's parameters on stage k->stage */
 {
     double floats = 0;
     for (int q = k->stage; q < k->pieces; q += k->y->size[HPML_AXIS_PIPE])
@@ -18328,7 +18333,7 @@ HPMLC_FN double hpmlc_stage_floats(const hpmlc_maker *k) /* floats of parameters
 }
 
 /* Divides the gradients of stage k->stage, from the last layer to the first, among buckets of plan.bucket_bytes, and
-   resets the fields of k that count within a step. */
+   sets the fields of k that count within a step, such as .posted, to their values at its beginning. */
 HPMLC_FN void hpmlc_buckets_cut(hpmlc_maker *k)
 {
     const int64_t limit = k->p->bucket_bytes > 0 ? k->p->bucket_bytes : (int64_t)1 << 18;
@@ -18436,7 +18441,7 @@ HPMLC_FN void hpmlc_server_add(hpmlc_maker *k, int s)
 {
     const int     all = HPMLC_GROUP_ALL;
     const int64_t floats = hpmlc_server_floats(k, s);
-    for (int pass = 0; pass < 2; pass++) /* pass 0: all requests, 1: their gradients */
+    for (int pass = 0; pass < 2; pass++) /* pass 0: receives all requests, 1: all gradients */
         for (int w = 0; w < k->y->workers; w++)
             hpmlc_message_add(k, HPMLC_ACT_RECEIVE, all, w, 0,
                               pass == 0 ? (int64_t)sizeof(hpmlc_request) : hpmlc_push_bytes(k, s));
@@ -18448,8 +18453,8 @@ HPMLC_FN void hpmlc_server_add(hpmlc_maker *k, int s)
     hpmlc_act_add(&k->role->own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
 }
 
-/* Cuts the layers into the pieces of a pipeline: by plan.cut, whose numbers are taken for layers here, not for ops, or,
-   if it is NULL, into pieces of almost equal seconds. Error: too few layers, numbers in .cut that do not rise or lie
+/* Cuts the layers into the pieces of a pipeline: by plan.cut, read as numbers of layers in place of ops, or, if .cut is
+   NULL, into pieces of almost equal seconds. Error: too few layers, numbers in .cut that do not rise or lie
    outside the layers, or no memory; the reason is written to `to`. */
 HPMLC_FN hpml_status hpmlc_pieces_cut(hpmlc_maker *k, const hpmlc_text *to)
 {
@@ -18504,13 +18509,13 @@ HPMLC_FN bool hpmlc_programs_make(hpmlc_maker *k)
                       direct, fabric)                                                                                  \
     { 0, name, { ranks, false, { inside_s, inside }, { between_s, between }, NULL, 0, 0, NULL }, flops, bandwidth,     \
       (int64_t)(memory), cards, host, direct, fabric, 1e-7, 0 },
-/* Numbers of the makers: for one accelerator operations a second of the fastest floating-point units, bytes a second
-   and bytes of memory; of links the bandwidth in one direction. Latencies are typical ones. */
+/* Numbers that the machines' makers give: of one accelerator operations a second of its fastest floating-point units,
+   bytes a second and bytes of memory; of links the bandwidth in one direction. Latencies are typical ones. */
 static const hpml_machine hpmlc_machines[] = {
     /* V100: 120 TFLOP/s by tensor cores, 900 GB/s; NVLink 300 GB/s in both directions; InfiniBand EDR, 100 Gbit/s */
     HPMLC_MACHINE("v100-nvlink", 8, 2e-6, 150e9, 2e-6, 12.5e9, 120e12, 900e9, 32e9, 4, 16e9, true, HPML_FABRIC_FAT_TREE)
     HPMLC_MACHINE("v100-pcie", 4, 5e-6, 16e9, 2e-6, 12.5e9, 112e12, 900e9, 32e9, 1, 16e9, false, HPML_FABRIC_FAT_TREE)
-    /* DGX-2: 16 V100 behind NVSwitch, 8 cards InfiniBand EDR */
+    /* DGX-2: 16 V100 joined by NVSwitch, 8 network cards of InfiniBand EDR */
     HPMLC_MACHINE("dgx-2", 16, 2e-6, 150e9, 2e-6, 12.5e9, 125e12, 900e9, 32e9, 8, 16e9, true, HPML_FABRIC_FAT_TREE)
     /* T4: 65 TFLOP/s, 320 GB/s, 16 GB; nodes of 4 by PCIe 3 (16 GB/s) or PCIe 4 (32 GB/s), Ethernet of 10 Gbit/s */
     HPMLC_MACHINE("t4", 4, 5e-6, 16e9, 20e-6, 1.25e9, 65e12, 320e9, 16e9, 1, 16e9, false, HPML_FABRIC_SWITCH)
@@ -18523,7 +18528,7 @@ static const hpml_machine hpmlc_machines[] = {
     HPMLC_MACHINE("cs-1", 1, 1e-6, 9e15, 2e-6, 12.5e9, 2.5e15, 9e15, 18e9, 12, 0, true, HPML_FABRIC_SWITCH)
     /* BrainWave: an FPGA with 90 TFLOP/s of 8-bit floats, parameters in its own memory, Ethernet of 40 Gbit/s */
     HPMLC_MACHINE("brainwave", 1, 1e-6, 5e9, 2e-6, 5e9, 90e12, 20e12, 30e6, 1, 0, true, HPML_FABRIC_SWITCH)
-    /* Processing in memory: a small processor beside each bank, so there is a byte for each operation and more */
+    /* Processing in memory: a small processor beside each memory bank: many bytes a second for each operation */
     HPMLC_MACHINE("pim", 1, 1e-6, 20e9, 20e-6, 1.25e9, 0.12e12, 2e12, 160e9, 1, 20e9, false, HPML_FABRIC_SWITCH)
     /* Processors of 16 cores, with Ethernet, and with InfiniBand whose routers form a Slim Fly */
     HPMLC_MACHINE("cpu-1gbit", 1, 1e-6, 50e9, 50e-6, 125e6, 1e12, 100e9, 128e9, 1, 0, true, HPML_FABRIC_SWITCH)
@@ -18553,7 +18558,7 @@ HPML_API hpml_status hpml_machine_measure(hpml_ctx *ctx, hpml_machine *out)
     float *a = (float *)hpml_ctx_alloc(ctx, 2 * (size_t)bytes, NULL), *b = a;
     if (!a) return HPML_ERR_MEMORY;
     b += bytes / 4;
-    for (int turn = 0; turn < 8; turn++) { /* the first turn brings memory and code into place; the best one counts */
+    for (int turn = 0; turn < 8; turn++) { /* turn 0 fills caches; of the others the fastest counts */
         double start = hpml_now();
         memcpy(turn % 2 ? a : b, turn % 2 ? b : a, (size_t)bytes);
         const double copied = 2 * (double)bytes / (hpml_now() - start + 1e-9);
@@ -18583,11 +18588,11 @@ HPMLC_FN int hpmlc_fabric_routers(hpml_fabric_kind kind, int nodes, int *width)
     if (kind == HPML_FABRIC_SWITCH) return 1;
     if (kind == HPML_FABRIC_RING || kind == HPML_FABRIC_TORUS) return nodes;
     int leaves = 1;
-    while (2 * leaves < nodes) leaves *= 2; /* two nodes at each leaf */
+    while (2 * leaves < nodes) leaves *= 2; /* leaf routers, a power of 2, with two nodes each */
     return 2 * leaves - 1;
 }
 
-/* Writes the numbers of router r's neighbours to `to`, in which one may stand twice; returns how many: at most 7. */
+/* Writes the numbers of router r's neighbours to `to`, some perhaps twice; returns how many it wrote, at most 7. */
 HPMLC_FN int hpmlc_fabric_links(hpml_fabric_kind kind, int routers, int width, int r, int *to)
 {
     int count = 0, height = routers / width;
@@ -18598,7 +18603,7 @@ HPMLC_FN int hpmlc_fabric_links(hpml_fabric_kind kind, int routers, int width, i
         to[count++] = (x + w - 1) % w + w * y;
         to[count++] = x + w * ((y + 1) % h);
         to[count++] = x + w * ((y + h - 1) % h);
-    } else if (kind == HPML_FABRIC_TREE || kind == HPML_FABRIC_FAT_TREE) { /* children of i: 2 i + 1 and 2 i + 2 */
+    } else if (kind == HPML_FABRIC_TREE || kind == HPML_FABRIC_FAT_TREE) { /* r's children: 2 r + 1, 2 r + 2 */
         if (r > 0) to[count++] = (r - 1) / 2;
         if (2 * r + 2 < routers) to[count++] = 2 * r + 1;
         if (2 * r + 2 < routers) to[count++] = 2 * r + 2;
@@ -18653,9 +18658,9 @@ HPMLC_FN int hpmlc_fabric_degree(hpml_fabric_kind kind, int routers, int width, 
     return degree;
 }
 
-/* Where all nodes send to all others, each of its bandwidth b, links carry nodes * hops * b. With the same load on all
-   links, which have b each in both directions, a node has the share links / (nodes * hops). In a tree the root's two
-   links carry half of all traffic. */
+/* Share of the bandwidth b that a node can use: if each sends to all others at rate b, over `hops` links in the mean,
+   links carry nodes * hops * b bytes/s in all. With equal load on all links, each of bandwidth b in each direction, the
+   share is links / (nodes * hops). In a tree the root's two links limit the share: half of all bytes cross the root. */
 HPML_API bool hpml_fabric_measure(hpml_fabric_kind kind, int32_t nodes, hpml_fabric *out)
 {
     int       width;
@@ -18694,10 +18699,10 @@ HPML_API void hpml_machine_network(const hpml_machine *m, int32_t ranks, hpml_ne
     *out = m->network;
     const int nodes = hpmlc_network_nodes(&m->network, ranks);
     if (nodes <= 1 || !hpml_fabric_measure(m->fabric, nodes, &f)) return;
-    far->latency += (f.hops + 1) * m->router; /* the routers on the way: one more than the links between them */
+    far->latency += (f.hops + 1) * m->router; /* on the way are f.hops links, one router more */
     far->bandwidth *= (m->cards > 0 ? m->cards : 1) * f.share;
     if (m->direct || m->host <= 0 || far->bandwidth <= 0) return;
-    far->bandwidth = 1 / (1 / far->bandwidth + 2 / m->host); /* copied to the host, sent, copied from the host */
+    far->bandwidth = 1 / (1 / far->bandwidth + 2 / m->host); /* copied to host, sent, copied from host */
 }
 
 HPML_API int hpml_model_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_layer_facts *layer, int capacity,
@@ -18740,11 +18745,11 @@ HPMLC_FN bool hpmlc_layers_same(const hpml_layer_facts *a, const hpml_layer_fact
 
 /* Sums over the rows of hpml_roofline_text's table. */
 typedef struct hpmlc_roofline {
-    double work, depth, seconds[2]; /* operations; operations one after another; seconds of layers that operations,
-                                       and that memory binds */
+    double work, depth, seconds[2]; /* operations; longest chain of operations that wait for each other; seconds of
+                                       layers that [0] operations, [1] memory limits */
 } hpmlc_roofline;
 
-/* Appends the row of a layer that the model has `count` times. */
+/* Appends a layer's row to the table, and adds it to the sums *all. count: how often the model has this layer. */
 HPMLC_FN void hpmlc_roofline_row(const hpml_layer_facts *l, int count, const hpml_machine *m, double samples,
                                  hpmlc_roofline *all, const hpmlc_text *to, size_t *length)
 {
@@ -18752,7 +18757,7 @@ HPMLC_FN void hpmlc_roofline_row(const hpml_layer_facts *l, int count, const hpm
     const double bytes = l->bytes * samples + 4.0 * (double)(hpmlc_max(l->rows, 1) * l->cols);
     const double by[2] = { m->flops > 0 ? flops / m->flops : 0, m->bandwidth > 0 ? bytes / m->bandwidth : 0 };
     const bool   memory = by[1] > by[0];
-    const double sum = l->edge > 0 ? l->flops / 2 / (double)l->edge : 1; /* products added up for each result */
+    const double sum = l->edge > 0 ? l->flops / 2 / (double)l->edge : 1; /* products in the sum of each result */
     hpmlc_append(to, length, "%-20.20s %5d %10.4g %10.4g %9.3g %10.4g  %s\n", l->name ? l->name : "", count,
                  1e-6 * flops, 1e-6 * bytes, flops / (bytes + 1e-300), 1e6 * by[memory], memory ? "memory" : "flops");
     all->work += count * flops;
@@ -18815,7 +18820,7 @@ HPMLC_FN const char *hpmlc_forecast_refused(const hpml_plan *p)
     return NULL;
 }
 
-/* Checks the arguments of a forecast. */
+/* Checks the arguments of a forecast; writes the reason of a refusal to `to`. */
 HPMLC_FN hpml_status hpmlc_forecast_check(const hpml_plan *plan, const hpml_model_facts *f, const hpml_machine *m,
                                           const hpmlc_text *to)
 {
@@ -18853,7 +18858,7 @@ HPMLC_FN hpml_status hpmlc_forecast_check(const hpml_plan *plan, const hpml_mode
     return status != HPML_OK ? status : hpmlc_network_check("forecast", &m->network, f->facts.ranks, true, to);
 }
 
-/* Sets, by plan p, the size of each axis, its stride (of rank numbers), and for each group the axes that it spans. */
+/* Sets by plan p: of each axis the size and the stride (step of rank numbers), of each group the axes that it spans. */
 HPMLC_FN void hpmlc_play_axes(hpmlc_play *y, const hpml_plan *p)
 {
     const int32_t size[HPML_AXES] = { p->data, p->pipe, p->tensor, p->sequence, p->expert };
@@ -18873,8 +18878,8 @@ HPMLC_FN void hpmlc_play_axes(hpmlc_play *y, const hpml_plan *p)
 
 HPMLC_FN bool hpmlc_is_power(int n) { return (n & (n - 1)) == 0; }
 
-/* Returns whether all ranks of the act's group do the same in it, so that one unit of ranks may be played for all: each
-   rank's partners are at its own position plus the same numbers, or at its own position with the same bits changed. */
+/* Returns whether all ranks of the act's group do the same in this act, so that some ranks may be played for all: every
+   rank's partners are found from its position by adding the same numbers or by changing the same bits. */
 HPMLC_FN bool hpmlc_act_is_alike(hpmlc_play *y, const hpmlc_act *act)
 {
     const bool over = act->group < HPMLC_GROUP_ALL && (y->mask[act->group] >> HPML_AXIS_DATA & 1);
@@ -18889,8 +18894,8 @@ HPMLC_FN bool hpmlc_act_is_alike(hpmlc_play *y, const hpmlc_act *act)
     return a == HPML_RING || ((a == HPML_BUTTERFLY || a == HPML_HALVING) && hpmlc_is_power(l->c.size));
 }
 
-/* Sets y->unit, the number of ranks that are played: the smallest number that is whole replicas on whole nodes, if all
-   such units of ranks do the same, else all ranks. */
+/* Sets y->unit, the number of ranks that are played: the smallest number of ranks that fill whole nodes with whole
+   replicas of the model, if all other sets of so many ranks do the same, else all ranks. */
 HPMLC_FN void hpmlc_play_fold(hpmlc_play *y)
 {
     const hpml_network *n = y->network;
@@ -18911,8 +18916,8 @@ HPMLC_FN void hpmlc_play_fold(hpmlc_play *y)
     if (alike) y->unit = unit;
 }
 
-/* Takes memory for the actors of y->unit ranks, and gives each its role's program and the layouts of its rank's groups.
-   False: out of memory. */
+/* Takes memory for the actors of y->unit ranks, and gives each actor its role's program and the layouts of its rank's
+   groups. False: out of memory. */
 HPMLC_FN bool hpmlc_play_actors(hpmlc_play *y)
 {
     const size_t n = (size_t)y->unit;
@@ -18961,13 +18966,13 @@ HPMLC_FN void hpmlc_play_close(hpmlc_play *y)
 }
 
 /* Makes the programs of a plan for which hpmlc_forecast_begin was called, and plays y->steps steps from the clock
-   y->origin on. whole: plays all ranks, even if they are equal. */
+   y->origin on. whole: true: plays all ranks; false: where ranks do the same at the same times, one of them for all. */
 HPMLC_FN hpml_status hpmlc_play_run(hpmlc_play *y, hpmlc_maker *k, bool whole, const hpmlc_text *to)
 {
     const size_t      layers = (size_t)k->f->layers;
     const hpml_status memory = HPML_ERR_MEMORY;
     y->role      = (hpmlc_role *)calloc((size_t)y->roles, sizeof *y->role);
-    int64_t *all = (int64_t *)calloc(layers, 4 * sizeof(int64_t)); /* memory of k->floats, bucket, left, job */
+    int64_t *all = (int64_t *)calloc(layers, 4 * sizeof(int64_t)); /* for k->floats, bucket, left and job */
     hpml_status status = y->role && all ? HPML_OK : hpmlc_refuse(to, memory, "forecast: no memory");
     if (status == HPML_OK) {
         k->floats = all;
@@ -19010,14 +19015,14 @@ HPMLC_FN double hpmlc_stage_kept(const hpmlc_maker *k, int stage)
     return k->p->memory > 0 ? fmin(kept, (double)k->p->memory) : kept;
 }
 
-/* Sets *out to the bytes of the rank that needs most memory. HPML_ERR_MEMORY: a rank of the machine has less. */
+/* Sets *out to the bytes of memory of the rank that needs most. HPML_ERR_MEMORY: a rank of the machine has less. */
 HPMLC_FN hpml_status hpmlc_forecast_memory(hpmlc_maker *k, int64_t *out, const hpmlc_text *to)
 {
     const double n = k->p->shard > 0 ? hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS) : 1;
     const bool   whole = !hpmlc_plan_cuts(k->p) && !k->p->recompute && k->p->memory == 0;
     double       most = 0;
     for (k->stage = 0; k->stage < k->y->size[HPML_AXIS_PIPE]; k->stage++) {
-        const double floats = hpmlc_stage_floats(k), slots = fmin(floats, 2 * 65536); /* of two buckets of 256 KiB */
+        const double floats = hpmlc_stage_floats(k), slots = fmin(floats, 2 * 65536); /* floats of 2 buckets, 256 KiB */
         double       bytes = k->p->shard > 2 ? floats / n + slots : floats;
         bytes += k->p->shard > 1 ? floats / n + slots : floats;
         bytes += k->f->states * floats / n;
@@ -19092,7 +19097,8 @@ HPMLC_FN hpml_status hpmlc_forecast_begin(hpmlc_maker *k, hpmlc_play *y, const h
     return k->cut ? hpmlc_pieces_cut(k, to) : hpmlc_refuse(to, HPML_ERR_MEMORY, "forecast: no memory");
 }
 
-/* Forecasts a step of a plan. rough: plays fewer steps, and equal replicas once on any number of ranks. */
+/* Forecasts a step of a plan. rough: true: plays fewer steps, and adds losses up by HPMLC_SHIFTS on any number of ranks
+   (hpmlc_play.loose), so that one replica may be played for all. */
 HPMLC_FN hpml_status hpmlc_forecast_plan(const hpml_plan *plan, const hpml_model_facts *facts,
                                          const hpml_machine *machine, bool rough, hpml_prediction *out,
                                          const hpmlc_text *to)
@@ -19149,16 +19155,16 @@ HPML_API int hpml_prediction_text(const hpml_prediction *p, char *buffer, size_t
 // ---------------------------------------------------------------------------------------------------------------------
 // >>search   the fastest plan: all of them, or a walk through them
 // ---------------------------------------------------------------------------------------------------------------------
-/* A point of the search is a choice of values, one for each field of hpmlc_choices. The axes are divisors of the ranks;
-   data is what they leave. The walk (Metropolis et al. 1953) changes one field to another value and goes on from there
-   if the plan is faster, or with the probability exp(-20 x) if it takes a share x longer; axes also hand a factor of 2
-   to each other. Plans that were forecast before are remembered, and not forecast again. */
+/* A point of the search is a choice of values, one for each plan field in hpmlc_choices. Axis data gets the ranks that
+   other axes leave. The walk (Metropolis et al. 1953) changes one field to another value, or moves a factor of 2
+   from pipe to tensor or back, and goes on from the new plan if it is faster, or with the probability exp(-20 x) if a
+   sample takes 1 + x times as long. Plans that were forecast before are looked up, not forecast again. */
 
 typedef struct hpmlc_choice {
-    size_t at;        /* offset in hpml_plan of the field, an int32_t or an enum */
-    int    values[8]; /* values that are tried besides 0; ended by 0 */
+    size_t at;        /* offset of the field, an int32_t or an enum, in hpml_plan */
+    int    values[8]; /* values to try besides 0, the default; a 0 ends the list */
 } hpmlc_choice;
-static const hpmlc_choice hpmlc_choices[] = { /* values other than 0 */
+static const hpmlc_choice hpmlc_choices[] = {
     { offsetof(hpml_plan, pipe), { 2, 4, 8, 16, 32, 0 } },
     { offsetof(hpml_plan, tensor), { 2, 4, 8, 16, 32, 0 } },
     { offsetof(hpml_plan, schedule), { HPML_PIPE_1F1B, HPML_PIPE_INTERLEAVED, HPML_PIPE_ZERO_BUBBLE, 0 } },
@@ -19178,10 +19184,10 @@ typedef struct hpmlc_search {
     const hpml_search_desc *d;
     const hpml_model_facts *f;
     const hpml_machine     *m;
-    hpmlc_point            *point;   /* (HPMLC_POINTS) hash table of the points that were forecast */
+    hpmlc_point            *point;   /* (HPMLC_POINTS) hash table of the points that were tried */
     hpml_found             *found;   /* (capacity) the best plans, the best first */
     int                     capacity, count, forecasts;
-    char                    why[400]; /* why the last plan was refused */
+    char                    why[400]; /* error text: why the last plan that was refused is not possible */
 } hpmlc_search;
 
 HPMLC_FN int32_t hpmlc_choice_get(const hpml_plan *p, int i)
@@ -19191,8 +19197,8 @@ HPMLC_FN int32_t hpmlc_choice_get(const hpml_plan *p, int i)
     return v;
 }
 
-/* Sets *p to the plan of the point `key`, which has 3 bits for each of hpmlc_choices: 0 leaves the field as in d->base,
-   v gives it number v - 1 of .values. False: the plan is not legal, or cannot be forecast. */
+/* Sets *p to the plan of the point `key`, which has 3 bits for each of hpmlc_choices: 0 leaves the field as in the plan
+   d->base, v sets it to .values[v - 1]. False: the plan is not legal, or cannot be forecast. */
 HPMLC_FN bool hpmlc_point_plan(hpmlc_search *s, uint64_t key, hpml_plan *p)
 {
     *p = s->d->base;
@@ -19247,7 +19253,7 @@ HPMLC_FN double hpmlc_point_seconds(hpmlc_search *s, uint64_t key)
     return seconds;
 }
 
-/* Sets *key to the next point, in the order of keys, whose plan is legal; false: there is none after *key. */
+/* Sets *key to the next point, in the order of keys, whose plan is legal; false: no legal plan comes after *key. */
 HPMLC_FN bool hpmlc_point_next(hpmlc_search *s, uint64_t *key)
 {
     hpml_plan p;
@@ -19281,7 +19287,7 @@ HPMLC_FN void hpmlc_search_walk(hpmlc_search *s, uint64_t first)
     const int most = s->d->forecasts > 0 ? s->d->forecasts : 400;
     uint64_t  now = first, best = first;
     double    at = hpmlc_point_seconds(s, now), least = at;
-    int       since = 0; /* moves since the best plan was found, or since the walk began again */
+    int       since = 0; /* moves since the walk found, or went back to, the best plan */
     HPMLC_ZERO(hpml_rng, rng);
     rng.seed = s->d->seed;
     for (int move = 0; move < 40 * most && s->forecasts < most && move < HPMLC_POINTS / 2; move++) {
