@@ -397,12 +397,12 @@ HPML_API const char *hpml_axis_name(hpml_axis axis); /* "data", "pipe", "tensor"
 typedef struct hpml_group {
     int32_t rank, size;  /* number of this rank, 0 to size - 1; number of ranks of the group */
     void   *user;        /* passed to each function; must live as long as the context */
-    hpml_status (*sum)(void *user, float *x, int64_t n);     /* in place: all ranks get the sum */
+    hpml_status (*sum)(void *user, float *x, int64_t n);     /* in place: x becomes the sum of all ranks' x */
     hpml_status (*max)(void *user, float *x, int64_t n);     /* in place: all ranks get the largest */
     hpml_status (*gather)(void *user, const float *part, float *all, int64_t n); /* n floats of each rank, by rank */
     hpml_status (*scatter)(void *user, const float *all, float *part, int64_t n); /* block number `rank`, of n floats,
                                                                                    of the sum of `all` (size n) */
-    hpml_status (*swap)(void *user, const float *out, float *in, int64_t n); /* n floats for each rank, from each */
+    hpml_status (*swap)(void *user, const float *out, float *in, int64_t n); /* n floats to each rank, n from each */
     hpml_status (*pass)(void *user, const float *out, float *in, int64_t n, int shift); /* n floats to rank + shift and
                                                                    from rank - shift, counted modulo size */
     hpml_status (*bcast)(void *user, float *x, int64_t n, int root); /* n floats of rank `root` */
@@ -472,7 +472,7 @@ typedef struct hpml_param {
     int32_t   stage;      /* the rank of the PIPE axis that has the parameter; -1: all of them */
     int32_t   shard;      /* what this rank keeps a part of, see hpml_trainer_keep: 0: nothing; 1: the states of the
                              optimizer; 2: the gradient, too; 3: the values, too */
-    int64_t   keep_first, keep_count; /* this rank keeps so many floats from keep_first on; keep_count -1: all */
+    int64_t   keep_first, keep_count; /* this rank keeps keep_count floats from float keep_first on; -1: all floats */
 } hpml_param;
 
 /* Order of the dimensions of images: NCHW is (B, C, H, W); NHWC is (B, H, W, C), a pixel's channels being adjacent. */
@@ -728,7 +728,7 @@ typedef struct hpml_conv2d_desc {
     uint32_t    _begin;
     int32_t     kernel_h, kernel_w;     /* size of the kernel; kernel_h required; kernel_w 0: as kernel_h */
     int32_t     stride_h, stride_w;     /* 0: 1 (w: as h) */
-    int32_t     padding_h, padding_w;   /* zeros added on each side; w 0: as h, HPML_NO_PAD: none */
+    int32_t     padding_h, padding_w;   /* zeros added on each side; padding_w 0: as padding_h, HPML_NO_PAD: none */
     int32_t     dilation_h, dilation_w; /* 0: 1 (w: as h) */
     int32_t     groups;                 /* 0: 1 */
     const char *name;
@@ -784,10 +784,10 @@ HPML_API hpml_tensor *hpml_argmax(hpml_tensor *x, int dim);
    before `dim` of the same sizes, after it of the same sizes or all 1 (one index for a whole row); an index outside of
    x is an error of the step. pad: `before` and `after` numbers `value` around x. reverse: the order of dimension `dim`
    reversed; with lengths, I32 (B), of the first lengths[b] indices, while the others stay: for the second direction of
-   a bidirectional net, before and after it. last: x (B, T, ..) to (B, ..), time step lengths[b] - 1 (NULL: T - 1) or,
-   for length 0, zeros. mask: lengths I32 (B) to (B, T), 1 at positions before lengths[b], else 0.
+   a bidirectional net, on its input and on its result. last: x (B, T, ..) to (B, ..), time step lengths[b] - 1 (NULL:
+   T - 1) or, for length 0, zeros. mask: lengths I32 (B) to (B, T), 1 at positions before lengths[b], else 0.
    upsample2d: images (B, C, H, W) to (B, C, factor H, factor W): each pixel repeated or, if bilinear, interpolated
-   between the centres of pixels (align_corners false elsewhere). `dim` must not be split over ranks. */
+   between the centres of pixels (PyTorch's align_corners false). `dim` must not be split over ranks. */
 HPML_API hpml_tensor *hpml_take_along(hpml_tensor *x, int dim, hpml_tensor *index);
 HPML_API hpml_tensor *hpml_pad(hpml_tensor *x, int dim, int64_t before, int64_t after, float value);
 HPML_API hpml_tensor *hpml_reverse(hpml_tensor *x, int dim, hpml_tensor *lengths);
@@ -833,7 +833,7 @@ typedef struct hpml_embedding_desc {
     hpml_init    init;   /* DEFAULT: NORMAL with standard deviation 1 */
     float        init_scale;
     hpml_tensor *weight; /* a (vocabulary, width) parameter to use instead of a new one; NULL: a new one */
-    bool         sparse; /* the table's gradient has the rows of a step's tokens alone, see hpml_param_rows */
+    bool         sparse; /* true: only the rows of a step's tokens have a gradient, see hpml_param_rows */
     hpml_split   split;  /* OUT: each rank of the TENSOR axis has some rows of the table, that is some tokens */
     uint32_t     _end;
 } hpml_embedding_desc;
@@ -867,7 +867,7 @@ typedef struct hpml_attention_desc {
     uint32_t _begin;
     int32_t  heads;         /* number of heads, required, divides C; of the whole, if qkv is split (in 3 sections) */
     bool     not_causal;    /* true: every query attends to all keys; needs a graph without cache */
-    float    scale;         /* 0: 1 / sqrt(C / heads) */
+    float    scale;         /* factor of q k^T; 0: 1 / sqrt(C / heads) */
     int32_t  kv_heads;      /* heads of keys and of values, a divisor of heads; 0: heads */
     hpml_tensor *mask;      /* (B, T), or (B, T, T) with a row for each query: a key with number 0 is hidden. With a
                                cache (B, S), (B, T, S). NULL: no key is hidden */
@@ -1050,7 +1050,7 @@ typedef enum hpml_opt { HPML_OPT_SGD = 0, HPML_OPT_ADAGRAD, HPML_OPT_RMSPROP, HP
                         HPML_OPT_LARS, HPML_OPT_LAMB,
                         HPML_OPT_CUSTOM /* the step of hpml_trainer_desc.custom_optimizer */ } hpml_opt;
 #define HPML_MAX_STATES 4 /* arrays that an optimizer may keep for each parameter */
-/* Bits of hpml_update.found_nonfinite: a gradient was NaN or infinite; a new weight or a new optimizer state was. */
+/* Bits of hpml_update.found_nonfinite, for NaN or infinity in: a gradient; a new weight or new optimizer state. */
 enum { HPML_NONFINITE_GRADIENT = 1, HPML_NONFINITE_STEP = 2 };
 
 /* One optimizer step on one parameter. All arrays have n floats and lie in the memory of the backend (GPU or host). */
@@ -1080,8 +1080,8 @@ typedef struct hpml_update {
 typedef struct hpml_optimizer_state {
     const char *name;          /* 1 to 23 letters, digits or `_`: checkpoints store "opt.<name>.<parameter>". NULL in a
                                   built-in optimizer: no array */
-    bool        nonnegative;   /* sums or means of squares: checkpoints with a number below 0 are refused */
-    bool        with_momentum; /* array exists only where the trainer's momentum is not 0 */
+    bool        nonnegative;   /* true: sums or means of squares; a checkpoint with a number below 0 is refused */
+    bool        with_momentum; /* true: the array exists only where the trainer's momentum is not 0 */
 } hpml_optimizer_state;
 
 /* An optimizer. For your own, define one (static const, or as long-lived as its trainers) and pass it as
@@ -1101,7 +1101,7 @@ typedef struct hpml_optimizer {
     int         state_count;   /* number of states, 0 to HPML_MAX_STATES */
     hpml_optimizer_state states[HPML_MAX_STATES];
     float       lr, momentum, beta1, beta2, eps, trust; /* used if the trainer's desc has 0 (HPML_ZERO: a true 0) */
-    bool        nesterov;      /* supports Nesterov's momentum, and then needs a momentum */
+    bool        nesterov;      /* true: step can do Nesterov's momentum, which needs a momentum above 0 */
     bool        direction;     /* step leaves w unchanged and replaces g by a direction r; then w -= lr r */
     bool        layer_ratio;   /* with direction: w -= lr |w| / |r| r (LAMB); lr r where |w| or |r| is 0 */
     bool        whole;         /* with direction: step is called once with all n numbers, whose shape u->param has; a
@@ -1154,7 +1154,7 @@ typedef enum hpml_map {
 /* The row of x, along attr.take.dim, that op TAKE copies to row i of its result y. INDEX: row index[i]; REVERSE: row
    length[b] - 1 - i of sample b, for i >= length[b] row i; LAST: row length[b] - 1; PAD: row i - start, or `value`
    where x has no such row; NEAREST: row i / start; LINEAR: the two rows next to (i + 1/2) / start - 1/2, weighted by
-   their distance from there. */
+   their distance from there. start and value: those of attr.take. */
 typedef enum hpml_take {
     HPML_TAKE_INDEX, HPML_TAKE_REVERSE, HPML_TAKE_LAST, HPML_TAKE_PAD, HPML_TAKE_NEAREST, HPML_TAKE_LINEAR
 } hpml_take;
@@ -1162,7 +1162,7 @@ typedef enum hpml_take {
 /* The constants of a node; its op determines the member. */
 typedef union hpml_attr {
     struct { hpml_map kind; float p, q; } map;
-    struct { int32_t dim; hpml_take rule; int64_t start; float value; } take; /* value: of rows without a row of x */
+    struct { int32_t dim; hpml_take rule; int64_t start; float value; } take; /* value: of rows of y that x lacks */
     struct { int32_t dim; bool index; } max;                            /* index: the result is the maximum's index */
     struct { float a, b; } scale;
     struct { hpml_act act; float slope; } act;                          /* ACTIVATION, LINEAR */
@@ -1170,7 +1170,8 @@ typedef union hpml_attr {
     struct { int32_t kernel[2], stride[2], padding[2], dilation[2], groups; hpml_act act;
              hpml_conv_algorithm algorithm; int32_t rows; } conv; /* CONV2D and pooling; [0]: height, [1]: width; rows
                                                                      of the result that IM2COL computes at a time */
-    struct { struct hpml_mirror *mirror; size_t sum_at; } conv_transpose; /* in scratch: offset of an array like x */
+    struct { struct hpml_mirror *mirror; size_t sum_at; } conv_transpose; /* offset, in scratch memory, of
+                                                                              an array for x's gradient */
     struct { int32_t dims[HPML_MAX_DIMS]; } permute;
     struct { int32_t dim; int64_t start; } slice;                       /* SLICE and CONCAT */
     struct { int32_t dim; bool mean; } sum;
@@ -1243,7 +1244,7 @@ struct hpml_backend {
     void (*close)(void *device);
     void *(*alloc)(void *device, size_t bytes);          /* zeroed, aligned to 64 bytes; NULL on failure */
     void (*free)(void *device, void *ptr, size_t bytes);
-    hpml_status (*write)(void *device, void *dst, const void *host, size_t bytes); /* in the order of calls */
+    hpml_status (*write)(void *device, void *dst, const void *host, size_t bytes); /* copies in the order of calls */
     hpml_status (*read)(void *device, void *host, const void *src, size_t bytes);  /* waits for the data */
     hpml_status (*zero)(void *device, void *dst, size_t bytes);
     hpml_status (*sync)(void *device);                   /* optional: waits until all work of the device is done */
@@ -1370,7 +1371,7 @@ typedef struct hpml_trainer_desc {
     int32_t       extra_count;     /* 0 to HPML_MAX_EXTRA */
     const float  *class_weights;   /* CROSS_ENTROPY: a weight for each class, copied; the loss is the sum of w[label]
                                       -log softmax(y)[label] / the sum of w[label], over a batch; NULL: all weigh 1 */
-    float         label_smoothing; /* CROSS_ENTROPY: 0 to 1 */
+    float         label_smoothing; /* CROSS_ENTROPY: part of the target, 0 to 1, spread evenly over all classes */
     float         huber_delta;     /* HUBER: difference from which on the loss is linear; 0: l1 loss */
     hpml_opt      optimizer;
     const hpml_optimizer *custom_optimizer; /* not NULL: replaces `optimizer`; your own or hpml_optimizer_find's */
@@ -1381,7 +1382,7 @@ typedef struct hpml_trainer_desc {
     float         beta1, beta2;    /* below 1; ADAM, ADAMW, LAMB; 0: 0.9, 0.999. RMSPROP: beta2, 0: 0.99 */
     float         eps;             /* added to a square root before it divides; 0: 1e-8 (ADAGRAD 1e-10, LAMB 1e-6) */
     float         weight_decay;    /* L2: weight_decay w is added to the gradient; ADAMW, LAMB: decoupled from it */
-    bool          decay_all;       /* biases and norms decay as well */
+    bool          decay_all;       /* true: weight decay also for biases and the parameters of norms */
     float         trust;           /* LARS: a parameter's rate is lr trust |w| / (|g| + weight_decay |w|), but lr for
                                       biases and norms unless decay_all; 0: 0.001. LAMB's rate is lr |w| / |r| for
                                       all parameters (You et al. 2020, algorithm 2) */
@@ -1481,13 +1482,13 @@ typedef struct hpml_metrics {
 /* The results of an epoch, or of the part of an epoch that a call of fit trained on. */
 typedef struct hpml_epoch {
     int64_t epoch;      /* its number, from 0 */
-    int64_t step;       /* updates of the trainer until its end */
+    int64_t step;       /* updates of the trainer until the end of this epoch */
     int64_t samples;    /* samples trained on */
-    double  loss;       /* mean over these samples, each as of the step that trained on it */
-    double  accuracy;   /* likewise; -1: loss is not CROSS_ENTROPY */
+    double  loss;       /* mean over the samples trained on, each with the parameters of its step */
+    double  accuracy;   /* 0 to 1, of the samples trained on, as loss; -1: loss is not CROSS_ENTROPY */
     float   lr;         /* learning rate of the next update */
-    bool    validated;  /* the fields val_ have values */
-    bool    best;       /* no earlier epoch of this call of fit had as small a val_loss */
+    bool    validated;  /* true: val_loss and val_accuracy have values */
+    bool    best;       /* true: no earlier epoch of this call of fit had as small a val_loss */
     double  val_loss, val_accuracy; /* of hpml_fit_desc.validation, as in hpml_metrics */
     double  seconds;    /* seconds since the start of fit */
 } hpml_epoch;
@@ -1517,7 +1518,7 @@ typedef struct hpml_fit_desc {
     int64_t       checkpoint_steps;        /* 0: not by updates */
     double        checkpoint_minutes;      /* 0: not by time */
     int32_t       checkpoint_keep;         /* files that stay: the path, then path.1, the one before, ...; 0: 1 */
-    bool          resume;                  /* begins by loading the newest of these files, if there is one; then fit
+    bool          resume;                  /* true: begins by loading the newest file of .checkpoint, if any; then fit
                                               ends with epoch number `epochs` of the whole training. A program that is
                                               run again so goes on where it was interrupted */
     const char   *log;                     /* fit appends a line of JSON to this file for each step and each epoch, on
@@ -1552,9 +1553,9 @@ HPML_API hpml_status hpml_trainer_predict_data(hpml_trainer *t, hpml_dataset *da
 typedef enum hpml_pass_kind { HPML_PASS_TRAIN = 0, HPML_PASS_FORWARD, HPML_PASS_BACKWARD, HPML_PASS_EVALUATE,
                               HPML_PASS_UPDATE, HPML_PASS_AGAIN } hpml_pass_kind;
 typedef struct hpml_moment {
-    hpml_pass_kind   pass;    /* in hook run: TRAIN; update: UPDATE; pass: TRAIN or EVALUATE. In need, release and grad,
-                                 what the op does: FORWARD, BACKWARD, EVALUATE (forward without training), or AGAIN
-                                 (forward again within the backward pass, hpml_recompute) */
+    hpml_pass_kind   pass;    /* kind of pass in which a hook is called. Hook `run`: TRAIN; `update`: UPDATE; `pass`:
+                                 TRAIN or EVALUATE; `need`, `release`, `grad`: that of their op: FORWARD, BACKWARD,
+                                 EVALUATE (forward, not training), AGAIN (forward for backward: hpml_recompute) */
     int32_t          batch, batches; /* index of the micro-batch in its update, from 0; micro-batches of an update */
     int64_t          step;    /* updates before this one; in EVALUATE, like .batch, that of the last training step */
     int              param;   /* index in the context of the parameter; -1: none (run, update, pass) */
@@ -1615,7 +1616,7 @@ typedef struct hpml_hooks {
     hpml_status (*agree)(void *user, hpml_trainer *t, double *values, int64_t n);
     hpml_status (*file)(void *user, hpml_trainer *t, const char *path, bool load);
 } hpml_hooks;
-#define HPML_MAX_HOOKS 8 /* sets of hooks of a trainer */
+#define HPML_MAX_HOOKS 8 /* most sets of hooks of a trainer */
 /* For hooks `need` that fetch parameters ahead of time: returns the op that runs in the same pass after the present one
    or, if called with the same *place again, after the one returned before; NULL: no op follows. *place: 0 at first */
 HPML_API const hpml_node *hpml_graph_ahead(const hpml_graph *g, int *place);
@@ -1742,7 +1743,7 @@ struct hpml_dataset {
     hpml_fill_fn *fill;                 /* not NULL: makes the samples; x and y are NULL; y_size 0: unlabelled */
     void       *fill_user;
     const int64_t *order;               /* private; sample i is sample order[i] of the arrays; NULL: i */
-    int64_t     first;                  /* private; added to the numbers of `fill` */
+    int64_t     first;                  /* private; added to each sample's number before `fill` gets it */
     void       *owner;                  /* private */
 };
 
@@ -1842,7 +1843,7 @@ typedef struct hpml_loader_desc {
                                  hpml_distribute). If each rank already has only its own part of the data: 0 and 1 */
     int64_t      global_batch; /* samples of all ranks; 0: ranks * batch. Shards are near-equal, at most `batch` */
     int64_t      grain;        /* samples that stay together on one rank (a leaf of hpml_comm.h's exact mode); 0: 1 */
-    int64_t      samples_per_epoch; /* 0: all of the data; more than the data: they are shuffled again each round */
+    int64_t      samples_per_epoch; /* 0: all of the data; more: the data again, in a new order */
     hpml_augment augment;
     uint32_t     _end;
 } hpml_loader_desc;
@@ -1913,10 +1914,10 @@ typedef struct hpml_rename {
 } hpml_rename;
 typedef struct hpml_load_desc {
     uint32_t           _begin;
-    const char        *prefix;    /* of all names in the file; NULL: none */
+    const char        *prefix;    /* text in front of all names in the file; NULL: none */
     const hpml_rename *map;       /* (map_count) */
     int32_t            map_count;
-    bool               skip_missing; /* parameters that the file lacks stay as they are; else they are an error */
+    bool               skip_missing; /* true: parameters that the file lacks stay as they are; false: an error */
     uint32_t           _end;
 } hpml_load_desc;
 HPML_API hpml_status hpml_params_load_as(hpml_ctx *ctx, const char *path, const hpml_load_desc *desc);
@@ -1999,7 +2000,7 @@ typedef struct hpml_trace_event {
     const char *name;         /* required */
     double      start, end;   /* seconds of hpml_now; COUNTER, SEND and RECEIVE use only the start */
     const char *first, *last; /* SPAN: first and last tensor sent; last NULL: one tensor; both NULL: none */
-    int32_t     bucket;       /* SPAN: number of those tensors' bucket, from 1; 0: none */
+    int32_t     bucket;       /* SPAN: number, from 1, of the group of tensors sent together; 0: none */
     int64_t     number;       /* SPAN: bytes, 0: unknown. STEP: the step. SEND, RECEIVE: an id, equal at both */
     double      value;        /* COUNTER; NaN and infinity are not written */
 } hpml_trace_event;
@@ -2100,7 +2101,7 @@ typedef struct hpml_codec_desc {
     int32_t           lowrank;      /* LOWRANK: the rank of P Q^T; 0: 2 */
     int64_t           min_elements; /* all but NONE and BF16: smaller tensors and vectors are sent as NONE; 0: 256 */
     bool              compress_all; /* vectors and small tensors are packed too, except those that would grow */
-    bool              no_feedback;  /* no residual: fine for BF16; for ONEBIT only an experiment that must fail */
+    bool              no_feedback;  /* true: no residual. Fine for BF16; with ONEBIT a training then fails */
     uint64_t          seed;         /* seed of codecs that round at random; 0: in an exchange the context's */
     uint32_t          _end;
 } hpml_codec_desc;
@@ -2148,9 +2149,9 @@ HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const v
    has. Several threads call the functions at the same time, with arrays in host memory. */
 struct hpml_codec {
     const char *name;
-    bool        linear;        /* the packed form is f32, and packed sums decode to sums: any allreduce adds it */
+    bool        linear;        /* true: packed rows are f32, and sums of packed rows decode to sums of gradients */
     bool        has_residual;  /* encode keeps what it lost in the residual; false: residual is NULL */
-    bool        exempts_small; /* vectors and small tensors are sent as NONE */
+    bool        exempts_small; /* true: vectors and small tensors are packed by the codec NONE */
     bool        whole_tensors; /* TOPK, LOWRANK: do not pack rows, so the functions below are NULL */
     size_t (*row_size)(const hpml_codec_desc *desc, int64_t cols); /* bytes of a packed row */
     hpml_status (*encode)(const hpml_packing *p, void *packed, float *residual, const float *grad, int64_t rows,
@@ -2349,11 +2350,11 @@ HPMLI_COMPILE_FAST_BEGIN
    next row (a_row, b_k, ldc) and the next column (a_k, b_col), so A and B may be transposed. Zero the struct first. */
 typedef struct hpmli_gemm_desc {
     int64_t      m, n, k;
-    const float *a;             /* (m, k): a[i * a_row + p * a_k] */
+    const float *a;             /* (m, k): element (i, p) is a[i * a_row + p * a_k] */
     int64_t      a_row, a_k;
-    const float *b;             /* (k, n): b[p * b_k + j * b_col] */
+    const float *b;             /* (k, n): element (p, j) is b[p * b_k + j * b_col] */
     int64_t      b_k, b_col;
-    float       *c;             /* (m, n): c[i * ldc + j] */
+    float       *c;             /* (m, n): element (i, j) is c[i * ldc + j] */
     int64_t      ldc;
     float        alpha, beta;   /* factors of A B and of C; beta 0: C is not read; alpha 0: A and B are not */
     const float *bias_n;        /* (n) numbers added to each row of C, or NULL */
@@ -2385,11 +2386,11 @@ typedef enum hpmli_word { HPMLI_WORD_PAIR, HPMLI_WORD_BYTES, HPMLI_WORD_BF16, HP
 typedef struct hpmli_words_part {
     hpmli_word  word;
     int64_t     k;
-    const void *a;             /* (m, k): a[i * a_row + p * a_k] */
+    const void *a;             /* (m, k): element (i, p) is a[i * a_row + p * a_k] */
     int64_t     a_row, a_k;
-    const void *b;             /* (k, n): b[p * b_k + j * b_col] */
+    const void *b;             /* (k, n): element (p, j) is b[p * b_k + j * b_col] */
     int64_t     b_k, b_col;
-    void       *c;             /* (m, n): c[i * ldc + j] */
+    void       *c;             /* (m, n): element (i, j) is c[i * ldc + j] */
     int64_t     ldc;
     float       alpha, beta;   /* bf16 */
     bool        accumulate;    /* bytes: adds to C */
@@ -2441,9 +2442,9 @@ typedef struct hpmli_conv {
     int64_t    x_first;                /* offset of the first pixel of the padded image that is not padding */
     int64_t    y_floats;               /* floats of the image of dy and memory behind it that tiles touch */
     bool       nhwc;                   /* x and y are NHWC */
-    int64_t    x_pixel, y_pixel;       /* distance of pixels in x and y, NHWC; else 1 */
-    int64_t    x_row_step;             /* floats in x from the first that a row of y reads to the next row's */
-    int64_t    x_pixel_step;           /* floats in x from the first that a pixel of y reads to the next one's */
+    int64_t    x_pixel, y_pixel;       /* floats from a pixel of x, of y, to the next one in its row: NCHW 1 */
+    int64_t    x_row_step;             /* floats in x between the first ones that adjacent rows of y read */
+    int64_t    x_pixel_step;           /* floats in x between the first ones that adjacent pixels of y read */
     int64_t    runs[2];                /* a pixel of y reads runs[0] x runs[1] contiguous runs of x */
     int64_t    run_floats;             /* length of a run in floats */
     int64_t    run_step[2];            /* floats in x from a run's begin to the next run's: by rows, by columns */
@@ -2458,7 +2459,7 @@ typedef struct hpmli_conv {
     int64_t    images_forward;         /* forward: images of a task; above 1 tiles have a pixel of each image */
     float     *weights;                /* (groups x OC, C, taps); forward: perhaps a scaled copy, see >>conv-kept */
     const float *bias;                 /* forward: (groups x OC) */
-    const float *scale;                /* kept: factors of the weights, (groups x OC); NULL: none */
+    const float *scale;                /* factors of packed weights (>>conv-kept), (groups x OC); NULL: none */
     hpml_act   act;                    /* forward: the node's activation, or that of the batchnorm folded into it */
     float     *packed;                 /* packed weights: (groups, packed_floats) */
     float     *sum_space;              /* partial sums: (sums, sum_floats) */
@@ -2514,16 +2515,16 @@ typedef void hpmli_conv_tile_fn(HPMLI_CONV_TILE_ARGS);
 typedef struct hpmli_lstm_cells {
     int64_t      rows, units, T, H;
     int64_t      c_step, h_step; /* floats from a sample's numbers to the next sample's, in cells and in h */
-    bool         first, last; /* no state before this time step; no gradient from a time step after this one */
+    bool         first, last; /* true: no state before this time step; no gradient from a later time step */
     const float *bias;        /* forward: (4, H) */
     float       *gates;       /* (B, T, 4, H) forward: products with x, then gates i f g o; backward: these gates, then
                                  da, the gradient of a, the numbers that sigmoid and tanh make gates of */
     float       *cells;       /* (B, T, H) c, or (B, T + 1, H) with those before the first time step */
     float       *h;           /* forward: result h; backward: dy, its gradient; (B, T, H), or the first half of the rows
                                  of (B, T, 2H) */
-    const float *sums;        /* forward: (rows, 4, units) h W_h^T of the step before, which is not read at the first;
-                                 backward: (rows, units) da W_h of the step after, which is not read at the last */
-    float       *next;        /* forward: (B, H) a copy of h; backward: (B, 4, H) a copy of da */
+    const float *sums;        /* forward: (rows, 4, units) h W_h^T, h of the step before; not read if .first;
+                                 backward: (rows, units) da W_h, da of the step after; not read if .last */
+    float       *next;        /* forward: (B, H) a copy of h; backward: (B, 4, H) a copy of da (see .gates) */
     float       *dc;          /* backward: (B, H) gradient of c from the step after; becomes that for the step before */
 } hpmli_lstm_cells;
 
@@ -2572,7 +2573,7 @@ typedef struct hpmli_kernels {
        rows, which begin `stride` floats apart in `sums` */
     void (*gemm_part)(const hpmli_gemm_part *part);
     void (*gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t stride);
-    bool has_byte_dot, has_bf16_dot; /* words_part has code for CPUs with the instruction */
+    bool has_byte_dot, has_bf16_dot; /* words_part has code for HPMLI_BYTE_DOT, for HPMLI_BF16_DOT */
     void (*words_part)(const hpmli_words_part *part); /* computes a rectangle of a product of bytes or bf16 */
     /* Writes numbers first .. first + n - 1 of a random stream to out; kind: 32-bit words, uniform or normal floats. */
     void (*random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n);
@@ -2907,7 +2908,7 @@ HPML_API void hpml_ctx_release(hpml_ctx *ctx, void *object) { hpmli_free(ctx, ob
 // ---------------------------------------------------------------------------------------------------------------------
 HPML_API double hpml_now(void)
 {
-#if defined(CLOCK_MONOTONIC) && !(defined(_WIN32) && defined(HPML_NO_THREADS)) /* there libwinpthread has it */
+#if defined(CLOCK_MONOTONIC) && !(defined(_WIN32) && defined(HPML_NO_THREADS)) /* needs libwinpthread on Windows */
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
@@ -3809,7 +3810,7 @@ HPMLI_FN void hpmli_broadcast_make(hpmli_broadcast_iter *w, const hpml_tensor *o
 {
     const hpml_tensor *src[2] = { a, b };
     w->ndim = 0;
-    for (int i = 0; i == 0 || i < out->ndim; i++) { /* from the outermost; joins i to i - 1 if a and b allow */
+    for (int i = 0; i == 0 || i < out->ndim; i++) { /* from the outermost; joins i to i - 1 if both strides fit */
         bool    last = i + 1 >= out->ndim;
         int64_t size = out->shape[i], stride[2];
         for (int s = 0; s < 2; s++) {
@@ -3950,8 +3951,8 @@ enum {
     HPMLI_OP_INDEX_0     = 4,   /* source 0 (INDEX_1: source 1) is indices (tokens, labels): I32, no gradient */
     HPMLI_OP_INDEX_1     = 8,
     HPMLI_OP_PRODUCT     = 16,  /* a matrix product; weights are rounded where results are stored in halves */
-    HPMLI_OP_PAIRS_ROWS  = 32,  /* row i of the result reads row i of each source with as many dimensions; with INDEX_1
-                                   of each source */
+    HPMLI_OP_PAIRS_ROWS  = 32,  /* row i of the result reads row i of all sources that have as many dimensions as
+                                   the result; with INDEX_1, of all sources */
     HPMLI_OP_JOINS_BATCH = 64,  /* results depend on the whole global batch: ranks without samples take part */
     HPMLI_OP_IS_MEAN     = 128, /* a loss: the mean over the rows or elements of source 0 */
     HPMLI_OP_KEEPS_SUM   = 256, /* `saved` is the sum before the activation, an array of the result's shape */
@@ -4257,7 +4258,7 @@ HPMLI_FN bool hpmli_split_matmul(hpml_tensor **src, const int m_k[2], const int 
 {
     const hpml_tensor *a = src[0], *b = src[1];
     const int          last = a->ndim - 1;
-    bool alike  = a->split[m_k[1]] == b->split[k_n[0]], rows = false; /* rows: a rank has some of all rows of a */
+    bool alike  = a->split[m_k[1]] == b->split[k_n[0]], rows = false; /* rows: a's rows are split over TENSOR */
     alike = alike && hpmli_sections(a, m_k[1]) == hpmli_sections(b, k_n[0]);
     memset(split, 0, HPML_MAX_DIMS);
     for (int i = 0; i < last - 1 && alike; i++) {
@@ -4372,8 +4373,8 @@ HPMLI_FN bool hpmli_split_reshape(const hpml_tensor *x, int ndim, const int64_t 
 // ---------------------------------------------------------------------------------------------------------------------
 /* Private state of a node; allocated together with the node. */
 struct hpmli_node_state {
-    hpml_tensor *out_root[2], *grad_root;      /* tensors in whose memory the lives of the value, and the gradient, of
-                                                  the result are; out_root[0] NULL: in no graph */
+    hpml_tensor *out_root[2], *grad_root;      /* tensors in whose memory the result is in each life, and its gradient;
+                                                  out_root[0] NULL: the node is in no graph */
     int          order, at[8];                 /* place among the graph's nodes; at[m]: place of entry m (hpmli_move) */
     int          segment;                      /* number of the segment; 0: none */
     hpml_retain_how how;                       /* whether the segment's results are kept, computed again or swapped */
@@ -4387,7 +4388,7 @@ struct hpmli_node_state {
     size_t       copy_bytes, copy_saved;       /* bytes of .copy for a slot; of these, those of n->saved */
     double       copied;                       /* time, in operations of the forward pass, when .copy is written */
     int64_t      copying;                      /* number of the node's last copy, see >>swap */
-    void        *raw[2], *saved[2];            /* in both lives: address of the result, if its own root; of n->saved */
+    void        *raw[2], *saved[2];            /* [life]: address of the result, if in memory of its own; of n->saved */
     struct hpml_update *update[HPML_MAX_SRC];  /* not NULL: the optimizer step of this source, taken when backward has
                                                   made its gradient final. A CPU op that takes the step sets n to 0 */
     /* Of a convolution or batchnorm in a graph that predicts, see >>conv-kept: */
@@ -4395,7 +4396,7 @@ struct hpmli_node_state {
                                                   convolution; NULL: none */
     bool         keeps;                        /* true: a convolution that keeps packed weights from pass to pass */
     bool         expands;                      /* true: convolution of one image, whose rows it may compute as one */
-    size_t       kept_at, kept_bytes;          /* memory of what is kept: offset in the graph's packed memory, size */
+    size_t       kept_at, kept_bytes;          /* kept packed weights: offset in the graph's packed memory, size */
     size_t       kept_scratch;                 /* bytes of scratch memory that a convolution which keeps needs */
     float       *kept_memory;
     /* Of an op whose tensors are stored as halves (>>half), which runs on one block of samples after another: */
@@ -4415,7 +4416,7 @@ HPMLI_FN hpml_dtype hpmli_activation_dtype(const hpml_ctx *ctx)
 
 typedef struct hpmli_kind { /* layers of a kind, such as "linear", that are recorded */
     char    name[48];
-    int64_t count, kept; /* kept: as of the last op that was recorded; after an error the others do not count */
+    int64_t count, kept; /* kept: count when the last op was recorded; after an error count returns to it */
 } hpmli_kind;
 
 /* Returns a copy of `name` or, if that is NULL or empty, "<kind><number of the layer among those of its kind>". */
@@ -4846,7 +4847,7 @@ HPMLI_FN void hpmli_init_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_init_job *j = (const hpmli_init_job *)arg;
     int64_t i = task * HPMLI_GRAIN, end = i + HPMLI_GRAIN < j->n ? i + HPMLI_GRAIN : j->n;
-    for (int64_t at = i, run; j->drawn && at < end; at += run) { /* a part has the whole's numbers */
+    for (int64_t at = i, run; j->drawn && at < end; at += run) { /* a part gets the numbers of its place in the whole */
         int64_t place = hpmli_whole_place(j->t, at, &run);
         j->ctx->k->random(j->normal ? HPMLI_NORMAL : HPMLI_UNIFORM, j->w + at, j->ctx->seed, j->stream,
                           (uint64_t)place, hpmli_min(run, end - at));
@@ -5279,15 +5280,15 @@ struct hpml_graph {
     hpmli_list    *parts;      /* (part_count) parts that this rank runs: at first one, all nodes */
     int64_t        part_capacity, slot_capacity;
     int            part_count;
-    bool           cut;        /* hpml_graph_part has named the parts */
-    bool           halves;     /* backward passes have two halves, see hpml_graph_halves */
+    bool           cut;        /* true: hpml_graph_part has been called, and gave the parts */
+    bool           halves;     /* true: backward passes have two halves, see hpml_graph_halves */
     hpmli_slot    *slots;      /* (slot_count) */
     int            slot_count, slot;  /* slot: the current one, to whose memory all tensors point */
     double         ops_per_byte; /* operations that take as long as copying a byte to the host */
     hpml_memory    memory;
-    hpmli_copier  *copier;     /* copies what is swapped; NULL: nothing is */
-    bool           copies_wait; /* no ops run during a copy, because a budget has no memory for this */
-    void          *elsewhere;  /* unused address of an input that has its memory from another graph */
+    hpmli_copier  *copier;     /* copies swapped results to and from the host; NULL: no result is swapped */
+    bool           copies_wait; /* true: ops wait for each copy of a swap, because a budget allows no more memory */
+    void          *elsewhere;  /* receives, unused, the planned address of an input that another graph allocated */
     char          *arena;      /* memory of activations, their gradients and scratch, on the device */
     float         *grads;      /* gradients of all parameters, in order of recording, each 64-byte aligned */
     int64_t        grad_count; /* floats */
@@ -5580,7 +5581,7 @@ HPMLI_FN int hpmli_list_gone(hpml_graph *g, hpmli_list *p, int node, int to, dou
 /* Adds to the list p the entries of the forward pass: of each node FORWARD, and of swapped ones OUT and GONE. */
 HPMLI_FN void hpmli_list_forward(hpml_graph *g, hpmli_list *p)
 {
-    double now = 0, free = 0; /* the time; when all copies that have begun are done */
+    double now = 0, free = 0; /* the time; the time when all copies begun before are done */
     int    gone = p->from;    /* nodes before this one have their GONE, if they are swapped */
     for (int i = p->from; i < p->to; i++) {
         hpmli_entry_add(g, p, i, HPMLI_FORWARD);
@@ -5598,7 +5599,7 @@ HPMLI_FN void hpmli_list_forward(hpml_graph *g, hpmli_list *p)
 
 /* Chooses when copies back from the host begin: for each entry k that is an IN, writes to fetch[k] the entry, of the
    same half of the backward pass, before which the copy has to begin, so that all copies, one after another, are done
-   in time. old: (count) the entries of the pass; at[k]: the time before entry k; late: the half WEIGHTS' first. */
+   in time. old: (count) the entries of the pass; at[k]: the time before entry k; late: first entry of WEIGHTS. */
 HPMLI_FN void hpmli_fetch_choose(const hpml_graph *g, const hpmli_entry *old, int count, int late, const double *at,
                                  int *fetch)
 {
@@ -5789,7 +5790,7 @@ HPMLI_FN void hpmli_plan_grad_roots(const hpmli_plan *pl)
         u->grad_last  = hpmli_later(n->state->at[HPMLI_BACKWARD], n->state->at[HPMLI_WEIGHTS]);
         if (x && hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) {
             hpml_tensor *root = x->state->grad_root;
-            bool         both = given && hpmli_use_of(pl, root)->grad_written; /* the caller writes two arrays */
+            bool         both = given && hpmli_use_of(pl, root)->grad_written; /* the caller writes root's, too */
             if (!both) n->state->grad_root = root;
         }
         if (!given) continue;
@@ -5830,7 +5831,7 @@ HPMLI_FN void hpmli_plan_grads(const hpmli_plan *pl)
             r->grad_last = hpmli_later(r->grad_last, u->grad_last);
         }
     }
-    for (int i = pl->p->from; i < pl->p->to && !g->cut; i++) { /* parts keep the whole graph's values */
+    for (int i = pl->p->from; i < pl->p->to && !g->cut; i++) { /* has_gradient of a part: as in the whole graph */
         struct hpmli_node_state *state = g->nodes[i]->state;
         state->has_gradient = hpmli_use_of(pl, state->grad_root)->grad_written;
     }
@@ -6176,7 +6177,7 @@ HPML_API void hpml_graph_memory(const hpml_graph *g, hpml_memory *out)
     if (out) memset(out, 0, sizeof *out);
     if (!g || !out) return;
     *out = g->memory;
-    if (out->parameters == 0) out->parameters = hpml_params_bytes(g->ctx); /* not summed anew for each of many graphs */
+    if (out->parameters == 0) out->parameters = hpml_params_bytes(g->ctx); /* summed only when asked for */
     out->total = out->parameters + out->gradients + out->activations + out->scratch + out->packed;
     out->total += out->products + out->optimizer;
 }
@@ -6698,7 +6699,7 @@ HPMLI_FN hpml_status hpmli_swap_run(hpml_ctx *ctx, const hpmli_swap *copy)
 {
     const hpml_backend *b      = ctx->backend;
     const double        start  = hpml_now();
-    const bool          real   = !__atomic_load_n(&ctx->clock, __ATOMIC_RELAXED); /* a virtual clock is the caller's */
+    const bool          real   = !__atomic_load_n(&ctx->clock, __ATOMIC_RELAXED); /* false: virtual time, no span */
     hpml_status         status = HPML_OK;
     for (int k = 0; k < 2 && status == HPML_OK; k++) {
         if (copy->bytes[k] == 0) continue;
@@ -6759,7 +6760,7 @@ HPMLI_FN void hpmli_copier_add(hpmli_copier *c, const hpmli_swap *copy)
     pthread_mutex_unlock(&c->mutex);
 }
 
-/* Waits until `number` copies are done, or all that have begun. */
+/* Waits until `number` copies (of all passes) are done; if fewer have begun, until all of these are done. */
 HPMLI_FN hpml_status hpmli_copier_wait(hpmli_copier *c, int64_t number)
 {
     pthread_mutex_lock(&c->mutex);
@@ -6805,7 +6806,7 @@ HPMLI_FN hpml_status hpmli_swap_begin(hpml_graph *g, hpml_node *n, bool in)
     return HPML_OK;
 }
 
-/* Waits until the graph has done `number` copies, or all that have begun. */
+/* Waits until `number` copies of the graph are done (of all passes); if fewer have begun, until these are done. */
 HPMLI_FN hpml_status hpmli_swap_wait(hpml_graph *g, int64_t number)
 {
     hpmli_copier *c = g->copier;
@@ -7467,7 +7468,7 @@ HPMLI_FN void hpmli_mixed_run(hpmli_mixed *j)
     bool    thin_m = d->m <= HPMLI_MIXED_THIN, thin_n = d->n <= HPMLI_MIXED_THIN, thin = thin_m || thin_n;
     bool    along_k = thin_m ? d->b_k == 1 : d->a_k == 1; /* k runs along memory in the operand that is not thin */
     int64_t across, down, side = HPMLI_MIXED_SIDE;
-    if (thin) side = along_k ? 8 : 1024; /* the rows or columns that are converted are long either way */
+    if (thin) side = along_k ? 8 : 1024; /* either way the contiguous runs that are converted are long */
     j->depth = !thin ? HPMLI_MIXED_DEPTH : HPMLI_MIXED_BLOCK / 4 / side;
     j->rows  = hpmli_min(d->m, side);
     j->cols  = hpmli_min(d->n, side);
@@ -7967,7 +7968,7 @@ HPMLI_WORK_OP(activation, HPMLI_OP_SPLIT_ANY,
 typedef struct hpmli_map_job {
     const hpml_run *run;
     hpml_node      *n;
-    int64_t         stride[3][HPML_MAX_DIMS]; /* of operand [s] along each dimension of the result; 0: repeated */
+    int64_t         stride[3][HPML_MAX_DIMS]; /* [s]: strides of operand s along the result's dimensions; 0: repeated */
     int64_t         cols;                     /* elements of an item, but for a last chunk */
     bool            flat;                     /* no operand is repeated */
     int             side;                     /* backward: the operand whose gradient is computed; -1: forward */
@@ -8178,7 +8179,7 @@ HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, 
     hpml_node *n = hpmli_node_create(HPML_OP_MATMUL, NULL, 2, src, a->ndim, shape);
     n->attr.matmul.trans_a = trans_a;
     n->attr.matmul.trans_b = trans_b;
-    if (b->ndim == 2) { /* rows of A are rows of C; a batch that the product sums over is just a shorter sum */
+    if (b->ndim == 2) { /* rows of A are rows of C, but A^T B sums over the samples: for fewer, a shorter sum */
         bool contracts = a->ndim == 2 && trans_a;
         hpmli_node_batch(n, contracts ? 0 : a->batch_rows);
         n->mixes_batch = b->batch_rows ? trans_b || !contracts || !a->batch_rows : contracts && a->batch_rows;
@@ -8368,7 +8369,7 @@ HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
        until its step, and its product may be cut along k or has too few blocks for all threads. A batch of more than
        256 rows would be packed again for each block of dw, and some optimizers need the norm of the whole gradient
        first. */
-    bool         own = run->ctx->backend->update != hpml_backend_cpu()->update; /* the backend steps by itself */
+    bool         own = run->ctx->backend->update != hpml_backend_cpu()->update; /* the backend has its own step */
     hpml_update *u = own || x == w ? NULL : n->state->update[1];
     bool         large = u && u->n >= 4 * HPMLI_GRAIN * run->ctx->threads && dz.rows <= 256;
     if (!large || !hpmli_optimizer_by_pieces(u) || HPMLI_BLAS) {
@@ -8597,7 +8598,7 @@ HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward
     const hpml_tensor *x = n->src[0], *y = n->out;
     const int32_t     *d = n->attr.permute.dims;
     hpml_tensor        read = backward ? *y : *x;
-    bool images = y->ndim == 4 && d[0] == 0 && d[1] != 1 && d[2] == d[1] % 3 + 1; /* as by hpml_to_layout */
+    bool images = y->ndim == 4 && d[0] == 0 && d[1] != 1 && d[2] == d[1] % 3 + 1; /* true: NCHW to NHWC or back */
     if (images && !(backward && (n->accumulate[0] || !x->grad))) {
         hpmli_for_each_parallel(run, n, backward, y->shape[0], 1, hpmli_permute_image);
         return;
