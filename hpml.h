@@ -398,14 +398,14 @@ typedef struct hpml_group {
     int32_t rank, size;  /* number of this rank, 0 to size - 1; number of ranks of the group */
     void   *user;        /* passed to each function; must live as long as the context */
     hpml_status (*sum)(void *user, float *x, int64_t n);     /* in place: x becomes the sum of all ranks' x */
-    hpml_status (*max)(void *user, float *x, int64_t n);     /* in place: all ranks get the largest */
+    hpml_status (*max)(void *user, float *x, int64_t n);     /* in place: the largest of all ranks' x, by element */
     hpml_status (*gather)(void *user, const float *part, float *all, int64_t n); /* n floats of each rank, by rank */
     hpml_status (*scatter)(void *user, const float *all, float *part, int64_t n); /* block number `rank`, of n floats,
                                                                                    of the sum of `all` (size n) */
     hpml_status (*swap)(void *user, const float *out, float *in, int64_t n); /* n floats to each rank, n from each */
     hpml_status (*pass)(void *user, const float *out, float *in, int64_t n, int shift); /* n floats to rank + shift and
                                                                    from rank - shift, counted modulo size */
-    hpml_status (*bcast)(void *user, float *x, int64_t n, int root); /* n floats of rank `root` */
+    hpml_status (*bcast)(void *user, float *x, int64_t n, int root); /* in place: all ranks get x of rank `root` */
 } hpml_group;
 /* Sets the group of an axis (copied; NULL: none), before the first op or parameter is recorded. Without groups every
    `split` below means nothing: the same program then runs alone, and computes the same bits as without `split`. */
@@ -470,8 +470,8 @@ typedef struct hpml_param {
     hpml_axis axis;       /* axis over whose ranks the whole is split; DATA: the parameter is whole */
     int32_t   split_dim, sections; /* the dimension that is split; number of its sections, 1 or more */
     int32_t   stage;      /* the rank of the PIPE axis that has the parameter; -1: all of them */
-    int32_t   shard;      /* what this rank keeps a part of, see hpml_trainer_keep: 0: nothing; 1: the states of the
-                             optimizer; 2: the gradient, too; 3: the values, too */
+    int32_t   shard;      /* arrays of which this rank keeps only a part (hpml_trainer_keep): 0: none; 1: the states of
+                             the optimizer; 2: the gradient, too; 3: the values, too */
     int64_t   keep_first, keep_count; /* this rank keeps keep_count floats from float keep_first on; -1: all floats */
 } hpml_param;
 
@@ -494,7 +494,7 @@ struct hpml_tensor {
     hpml_dtype  dtype;
     int         ndim;                  /* 0 (a scalar) to HPML_MAX_DIMS */
     int64_t     shape[HPML_MAX_DIMS];  /* unused dimensions are 1 */
-    int64_t     stride[HPML_MAX_DIMS]; /* steps in elements; tensors of a graph are contiguous, views need not be */
+    int64_t     stride[HPML_MAX_DIMS]; /* elements from index to index of each dimension; contiguous but for views */
     int64_t     batch_rows; /* rows of dimension 0 for each sample: shape[0] == batch_rows * batch; 0: no batch */
     hpml_param *param;      /* not NULL: the tensor is a parameter with these properties */
     hpml_node  *node;       /* the op that computes the tensor; NULL: an input, a parameter or a constant */
@@ -696,7 +696,7 @@ typedef struct hpml_linear_desc {
     hpml_init    init;       /* initial weights; DEFAULT: KAIMING_UNIFORM */
     float        init_scale;
     hpml_tensor *weight;     /* an (out, in) parameter to use instead of a new one (tied embeddings); NULL: a new one */
-    hpml_split   split;      /* over the TENSOR axis; with IN the bias is added once */
+    hpml_split   split;      /* split of the layer over the TENSOR axis; IN: the bias is added after the ranks' sum */
     int32_t      sections;   /* OUT: y consists of so many sections, each of which is split (3: q, k, v); 0: 1 */
     uint32_t     _end;
 } hpml_linear_desc;
@@ -739,7 +739,7 @@ typedef struct hpml_conv2d_desc {
     hpml_conv_algorithm algorithm;      /* CPU only, as is workspace; on other backends both must be 0 */
     size_t      workspace;              /* most bytes of working memory; 0: no limit */
     hpml_split  split;                  /* of the output or input channels over the TENSOR axis; needs groups 1 */
-    int32_t     extra_h, extra_w;       /* hpml_conv_transpose2d: rows and columns more in y; 0: none (w: as h) */
+    int32_t     extra_h, extra_w;       /* hpml_conv_transpose2d: rows, columns added to y; extra_w 0: as extra_h */
     uint32_t    _end;
 } hpml_conv2d_desc;
 #define HPML_NO_PAD (-1)
@@ -947,7 +947,7 @@ typedef struct hpml_memory {
     size_t host;        /* copies in host memory of results that are swapped out; not part of total */
     size_t total;       /* parameters + gradients + activations + scratch + packed + products + optimizer */
     double extra;       /* operations that a step computes again, and 1 for each byte of these results; a byte swapped
-                           out and in counts as hpml_graph_budget says */
+                           copied out and in, counts as hpml_graph_budget says */
 } hpml_memory;
 
 typedef struct hpml_graph_desc {
@@ -1557,8 +1557,8 @@ typedef struct hpml_moment {
                                  TRAIN or EVALUATE; `need`, `release`, `grad`: that of their op: FORWARD, BACKWARD,
                                  EVALUATE (forward, not training), AGAIN (forward for backward: hpml_recompute) */
     int32_t          batch, batches; /* index of the micro-batch in its update, from 0; micro-batches of an update */
-    int64_t          step;    /* updates before this one; in EVALUATE, like .batch, that of the last training step */
-    int              param;   /* index in the context of the parameter; -1: none (run, update, pass) */
+    int64_t          step;    /* updates before this one; EVALUATE: step and batch are of the last training step */
+    int              param;   /* index of the parameter of a hook need, release, grad; -1 in hooks run, update, pass */
     const hpml_node *node;    /* need, release: the op that reads the parameter; grad: the op that has added the last
                                  part of its gradient; NULL: none */
 } hpml_moment;
@@ -1902,7 +1902,7 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
    together, and an error of one is an error on all. Each rank loads by itself and keeps its part, so a file fits any
    groups. */
 HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype);
-HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all or none; ignores other tensors */
+HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* loads all or, on an error, none */
 
 /* Loads parameters from a file whose names or shapes are another program's. The name in the file of parameter N is N
    itself or, by the first pair of the map whose `to` is N's pattern, `from`; then behind `prefix`. In `to` and `from` a
@@ -1935,7 +1935,7 @@ typedef struct hpml_model_desc {
                                          order in which ops read them */
     int32_t             input_count;
     hpml_dtype          dtype;        /* of the values in the file: F32, BF16 or F16 */
-    const hpml_meta    *meta;         /* (meta_count) yours: names of classes, scales; keys without "hpml." in front */
+    const hpml_meta    *meta;         /* (meta_count) your own, as names of classes; no key may begin with "hpml." */
     int32_t             meta_count;
     uint32_t            _end;
 } hpml_model_desc;
@@ -2584,7 +2584,7 @@ typedef struct hpmli_kernels {
     void (*onebit_carry)(float *e, float low, float high, int64_t n);
     void (*onebit_decode)(float *y, const uint8_t *bits, float low, float high, int64_t n);
     void (*onebit_decode_add)(float *y, const uint8_t *bits, float low, float high, int64_t n);
-    bool (*bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n); /* false: not finite in bf16 */
+    bool (*bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n); /* false: not finite as bf16: e + g */
     void (*bf16_decode_add)(float *y, const void *packed, int64_t n);
     bool (*twobit_encode)(uint8_t *packed, float *e, const float *g, float threshold, int64_t n); /* false: NaN, inf */
     void (*twobit_decode)(float *y, const uint8_t *packed, float threshold, int64_t n);
@@ -3415,8 +3415,8 @@ HPML_API float hpml_rng_uniform(hpml_rng *r) { return (float)(hpml_rng_u32(r) >>
 
 HPML_API float hpml_rng_normal(hpml_rng *r)
 {
-    /* The Box-Muller transform makes two numbers from two random words, here from the words at positions j and j + half
-       a chunk of the stream; these two are the numbers at positions j and j + half a chunk. */
+    /* The Box-Muller transform makes two numbers from two random words, here from words j and j + h of the stream, with
+       h = HPMLI_PHILOX_CHUNK / 2; the two results are numbers j and j + h of the stream. */
     uint64_t i    = r->counter++, j = i & ~(uint64_t)(HPMLI_PHILOX_CHUNK / 2);
     uint32_t a    = hpmli_rng_word(r, j), b = hpmli_rng_word(r, j + HPMLI_PHILOX_CHUNK / 2);
     float    x, y;
@@ -7577,7 +7577,7 @@ HPMLI_FN hpml_status hpmli_words_run(hpml_ctx *ctx, hpmli_words_part w)
         j.whole.a = ctx->gemm_ws;
         j.whole.b = ctx->gemm_ws;
     }
-    if ((double)w.i1 * (double)w.j1 * (double)w.k > 1e6) { /* cuts columns first: rectangles pack their columns of B */
+    if ((double)w.i1 * (double)w.j1 * (double)w.k > 1e6) { /* columns first: each cut of rows packs B once more */
         j.cols = hpmli_max(1, hpmli_min(2 * ctx->threads, w.j1 / 128));
         j.rows = j.cols >= ctx->threads ? 1 : hpmli_min(ctx->threads, (w.i1 + 15) / 16);
     }
