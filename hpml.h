@@ -946,8 +946,8 @@ typedef struct hpml_memory {
                            device, because then the states are in host memory */
     size_t host;        /* copies in host memory of results that are swapped out; not part of total */
     size_t total;       /* parameters + gradients + activations + scratch + packed + products + optimizer */
-    double extra;       /* operations that a step computes again, and 1 for each byte of these results; a byte swapped
-                           copied out and in, counts as hpml_graph_budget says */
+    double extra;       /* operations that a step does again to save memory, 1 for each byte of their results; bytes
+                           swapped out and in count as hpml_graph_budget says */
 } hpml_memory;
 
 typedef struct hpml_graph_desc {
@@ -1294,8 +1294,8 @@ typedef struct hpml_custom {
     const char  *name;         /* required, copied: the kind of op in summaries, profiles, traces and errors */
     hpml_op_fn  *forward;      /* required */
     hpml_op_fn  *backward;     /* NULL: the result has no gradient */
-    hpml_op_impl kernel;       /* optional: both for hpml_backend_cuda, where src and out have addresses raw, raw_grad
-                                  of the device and halves are halves; they only launch work on hpml_cuda_stream */
+    hpml_op_impl kernel;       /* optional: forward and backward for hpml_backend_cuda; src and out have addresses raw,
+                                  raw_grad of the device, halves are halves; both only launch work on hpml_cuda_stream */
     void        *user;         /* yours: node->attr.custom->user; must live as long as the context */
     bool         one_number;   /* the result is a scalar, such as a loss */
     int32_t      ndim;         /* dimensions of the result; 0: the result has the shape of source 0, and its `split` */
@@ -1397,8 +1397,8 @@ typedef struct hpml_trainer_desc {
     int32_t       accumulate;      /* micro-batches of an update; each is weighted by its samples; 0: 1 */
     float         loss_scale;      /* gradients are computed times this and divided by it before use, because small ones
                                       would be 0 in halves; 0: 1, but dynamic where results are stored as F16: it begins
-                                      with 65,536; when a gradient overflows, it is halved and the update skipped; after
-                                      2,000 updates without, it is doubled (Micikevicius et al. 2018) */
+                                      with 65,536; if a gradient overflows, the scale is halved and the update skipped;
+                                      after 2,000 updates without that it is doubled (Micikevicius et al. 2018) */
     bool          keep_packed;     /* predictions and evaluations keep the packed weights of convolutions until the
                                       parameters change: the same bits, faster for few samples at a time, for more
                                       memory (hpml_memory.packed); see hpml_graph_desc */
@@ -1475,8 +1475,8 @@ typedef struct hpml_metrics {
     double   mae, rmse; /* MSE, HUBER: mean of |output - target|, root of the mean of its square; -1 for other losses */
     double   r2;        /* MSE, HUBER: 1 - (sum of squared errors) / (sum of squared distances of the targets from their
                            mean); 0 for other losses and for targets that are all equal */
-    double   precision; /* BCE: of the outputs above 0, the part whose target is above 1/2; of the targets above 1/2, */
-    double   recall;    /* the part whose output is above 0; -1 for other losses, and for a part of nothing */
+    double   precision; /* BCE: part of the outputs above 0 whose target is above 1/2; -1: no such output, other loss */
+    double   recall;    /* BCE: part of the targets above 1/2 whose output is above 0; -1: no such target, other loss */
 } hpml_metrics;
 
 /* The results of an epoch, or of the part of an epoch that a call of fit trained on. */
@@ -1517,7 +1517,7 @@ typedef struct hpml_fit_desc {
                                               checkpoint_minutes; if both are 0, after each epoch; and at its end */
     int64_t       checkpoint_steps;        /* 0: not by updates */
     double        checkpoint_minutes;      /* 0: not by time */
-    int32_t       checkpoint_keep;         /* files that stay: the path, then path.1, the one before, ...; 0: 1 */
+    int32_t       checkpoint_keep;         /* checkpoints that stay: path, path.1 (the one before) and so on; 0: 1 */
     bool          resume;                  /* true: begins by loading the newest file of .checkpoint, if any; then fit
                                               ends with epoch number `epochs` of the whole training. A program that is
                                               run again so goes on where it was interrupted */
@@ -1902,7 +1902,7 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
    together, and an error of one is an error on all. Each rank loads by itself and keeps its part, so a file fits any
    groups. */
 HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype);
-HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* loads all or, on an error, none */
+HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* loads all or none; ignores other tensors */
 
 /* Loads parameters from a file whose names or shapes are another program's. The name in the file of parameter N is N
    itself or, by the first pair of the map whose `to` is N's pattern, `from`; then behind `prefix`. In `to` and `from` a
@@ -2476,7 +2476,7 @@ typedef struct hpmli_conv {
 } hpmli_conv;
 
 /* Describes sums y[p] = start + (sum over k < taps of w[k] x[p + at[k]]) for p < n, in each of `rows` rows, which are
-   y_row and x_row floats apart. wide: w[k] and start are vectors of HV_LANES numbers, p counts such vectors' lanes. */
+   y_row and x_row floats apart. wide: w[k] and start are vectors; y[p] uses number p % HV_LANES of each. */
 typedef struct hpmli_conv_taps {
     int64_t        rows, n, y_row, x_row, taps;
     const int32_t *at;
@@ -2584,7 +2584,7 @@ typedef struct hpmli_kernels {
     void (*onebit_carry)(float *e, float low, float high, int64_t n);
     void (*onebit_decode)(float *y, const uint8_t *bits, float low, float high, int64_t n);
     void (*onebit_decode_add)(float *y, const uint8_t *bits, float low, float high, int64_t n);
-    bool (*bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n); /* false: not finite as bf16: e + g */
+    bool (*bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n); /* false: e + g not finite in bf16 */
     void (*bf16_decode_add)(float *y, const void *packed, int64_t n);
     bool (*twobit_encode)(uint8_t *packed, float *e, const float *g, float threshold, int64_t n); /* false: NaN, inf */
     void (*twobit_decode)(float *y, const uint8_t *packed, float threshold, int64_t n);
@@ -6082,7 +6082,7 @@ HPMLI_FN bool hpmli_graph_batches(hpml_graph *g)
     return true;
 }
 
-static void hpmli_conv_keeps(hpml_graph *g, hpml_node *n); /* plans what a convolution keeps; see >>conv-kept */
+static void hpmli_conv_keeps(hpml_graph *g, hpml_node *n); /* plans packed weights to keep: >>conv-kept */
 /* Plans the whole graph as one part with one slot, that is memory for one pass at a time; false: no memory. */
 HPMLI_FN bool hpmli_graph_plan(hpml_graph *g)
 {
