@@ -462,9 +462,9 @@ typedef struct hpml_param {
     int       index;      /* position in the context's list of parameters: the order of recording */
     hpml_init init;
     float     init_scale;
-    bool      buffer;     /* saved in files but not trained: running mean and variance of batchnorm */
-    bool      frozen;     /* not updated; if set when a graph is planned, it has no gradient in that graph */
-    bool      no_decay;   /* excluded from weight decay; set for biases and the parameters of norms */
+    bool      buffer;     /* true: saved in files but not trained: running mean and variance of batchnorm */
+    bool      frozen;     /* true: not updated; if set when a graph is planned, it has no gradient in that graph */
+    bool      no_decay;   /* true: excluded from weight decay; set for biases and the parameters of norms */
     float     lr_scale;   /* multiplies the learning rate; 1 at first */
     float     decay_scale; /* multiplies the weight decay; 1 at first */
     hpml_axis axis;       /* axis over whose ranks the whole is split; DATA: the parameter is whole */
@@ -498,7 +498,7 @@ struct hpml_tensor {
     int64_t     batch_rows; /* rows of dimension 0 for each sample: shape[0] == batch_rows * batch; 0: no batch */
     hpml_param *param;      /* not NULL: the tensor is a parameter with these properties */
     hpml_node  *node;       /* the op that computes the tensor; NULL: an input, a parameter or a constant */
-    bool        needs_grad; /* set for parameters, results of them, and by hpml_tensor_require_grad */
+    bool        needs_grad; /* true for parameters, for results of them, and after hpml_tensor_require_grad */
     hpml_layout layout;     /* order of the dimensions, where there are 4 (images); see hpml_to_layout */
     int8_t      split[HPML_MAX_DIMS]; /* the hpml_axis over whose ranks a dimension is split; 0: none */
     int32_t     sections;   /* equal sections of the split dimension, each of which is split, see hpml_param; 0: one */
@@ -809,7 +809,7 @@ typedef struct hpml_norm_desc {
     const char *name;
     float       eps;        /* 0: 1e-5 */
     float       momentum;   /* weight of a batch in batchnorm's running statistics; 0: 0.1 */
-    bool        no_affine;  /* without gamma and beta */
+    bool        no_affine;  /* true: without gamma and beta */
     hpml_act    activation; /* applied by batchnorm: NONE or RELU; others ignore it */
     uint32_t    _end;
 } hpml_norm_desc;
@@ -955,8 +955,8 @@ typedef struct hpml_graph_desc {
     int32_t             output_count; /* 0 to HPML_MAX_OUTPUTS */
     hpml_tensor *const *outputs;      /* results that may be read after a run */
     hpml_tensor        *loss;         /* an f32 scalar; NULL: no backward pass */
-    bool                predict;      /* the graph only predicts; loss must be NULL, and hpml_graph_part is an error */
-    bool                keep_packed;  /* passes without `train` keep the packed weights of convolutions, see below */
+    bool                predict;      /* true: the graph only predicts; loss must be NULL, hpml_graph_part is an error */
+    bool                keep_packed;  /* true: passes without `train` keep packed weights of convolutions, see below */
     uint32_t            _end;
 } hpml_graph_desc;
 /* A graph that predicts runs forward passes in evaluation mode only. On the CPU, where results are stored in f32, it is
@@ -1102,8 +1102,8 @@ typedef struct hpml_optimizer {
     hpml_optimizer_state states[HPML_MAX_STATES];
     float       lr, momentum, beta1, beta2, eps, trust; /* used if the trainer's desc has 0 (HPML_ZERO: a true 0) */
     bool        nesterov;      /* true: step can do Nesterov's momentum, which needs a momentum above 0 */
-    bool        direction;     /* step leaves w unchanged and replaces g by a direction r; then w -= lr r */
-    bool        layer_ratio;   /* with direction: w -= lr |w| / |r| r (LAMB); lr r where |w| or |r| is 0 */
+    bool        direction;     /* true: step leaves w unchanged and replaces g by a direction r; then w -= lr r */
+    bool        layer_ratio;   /* true, with direction: w -= lr |w| / |r| r (LAMB); lr r where |w| or |r| is 0 */
     bool        whole;         /* with direction: step is called once with all n numbers, whose shape u->param has; a
                                   number of r may then depend on all numbers of g (Muon) */
     void (*prepare)(hpml_update *u, double weight_norm, double grad_norm); /* optional */
@@ -1191,9 +1191,9 @@ struct hpml_node {
     hpml_tensor *out;
     int          src_count;
     hpml_tensor *src[HPML_MAX_SRC];            /* (src_count) sources; NULL: an optional source that is absent */
-    bool         accumulate[HPML_MAX_SRC];     /* backward adds to the gradient of src[i], else overwrites it */
+    bool         accumulate[HPML_MAX_SRC];     /* true: backward adds to the gradient of src[i], else overwrites it */
     hpml_attr    attr;
-    bool         mixes_batch;                  /* the result has no batch dimension 0 although a source has one */
+    bool         mixes_batch;                  /* true: the result has no batch dimension 0 although a source has one */
     size_t       saved_bytes, scratch_bytes;   /* bytes needed from forward to backward; during one call */
     void        *saved, *scratch;              /* addresses of saved and scratch memory, on the device */
     hpml_node   *fused_with;                   /* set by a backend's plan: the next node, inside whose op the backend
@@ -1211,11 +1211,11 @@ struct hpml_mirror {
 /* The arguments that each op gets for a forward or backward run. */
 typedef struct hpml_run {
     hpml_ctx *ctx;
-    bool      train;       /* dropout is active, batchnorm uses the batch's statistics */
+    bool      train;       /* true: dropout is active, batchnorm uses the batch's statistics */
     uint64_t  step;        /* number of the step, on which random masks depend */
     float     loss_scale;  /* the value that the gradient of the loss starts with */
     uint64_t  sample;      /* number, in the global batch, of this rank's first sample: masks depend on it */
-    bool      idle;        /* this rank has no samples: only ops that call `sum` (batchnorm) run, and add zeros */
+    bool      idle;        /* true: this rank has no samples: only ops that call `sum` (batchnorm) run, and add zeros */
     /* Adds up n numbers in host memory over all ranks, in place. Ops whose result depends on the whole global batch
        call it, equally often and with the same n on all ranks. NULL: this rank has the whole batch. */
     hpml_status (*sum)(void *user, double *values, int64_t n);
@@ -1272,8 +1272,8 @@ struct hpml_backend {
     /* optional: times an op without waiting: called with name NULL before the op and with its name after it. When the
        host next waits for the device, the span is added to the trace (lane GPU) and to *seconds, if not NULL. */
     void (*time_op)(void *device, const char *name, double *seconds);
-    bool layouts; /* conv2d and pooling support NHWC, and conv2d supports attr.conv.algorithm */
-    bool host;    /* arrays lie in host memory, which the program reads and writes, and `update` runs own optimizers */
+    bool layouts; /* true: conv2d and pooling support NHWC, and conv2d supports attr.conv.algorithm */
+    bool host;    /* true: arrays lie in host memory, which programs read and write; `update` runs own optimizers */
 };
 HPML_API const hpml_backend *hpml_backend_cpu(void);
 HPML_API const hpml_backend *hpml_ctx_backend(const hpml_ctx *ctx);
@@ -1295,16 +1295,16 @@ typedef struct hpml_custom {
     hpml_op_fn  *forward;      /* required */
     hpml_op_fn  *backward;     /* NULL: the result has no gradient */
     hpml_op_impl kernel;       /* optional: forward and backward for hpml_backend_cuda; src and out have addresses raw,
-                                  raw_grad of the device, halves are halves; both only launch work on hpml_cuda_stream */
+                                  raw_grad on the device, halves stay halves; both launch work on hpml_cuda_stream */
     void        *user;         /* yours: node->attr.custom->user; must live as long as the context */
-    bool         one_number;   /* the result is a scalar, such as a loss */
+    bool         one_number;   /* true: the result is a scalar, such as a loss */
     int32_t      ndim;         /* dimensions of the result; 0: the result has the shape of source 0, and its `split` */
     int64_t      shape[HPML_MAX_DIMS]; /* shape of the result, for a full batch */
     int64_t      batch_rows;   /* rows of the result that belong to a sample; 0: shape[0] / batch if that is whole, else
                                   none; -1: none. Without such rows the op mixes samples: full batches only */
     uint32_t     keeps;        /* a sum of HPML_KEEP_: the values that backward reads, because others are overwritten by
                                   then; 0: all sources (but source 0 if in_place) and the result */
-    bool         in_place;     /* forward also works where the result is in the memory of source 0 */
+    bool         in_place;     /* true: forward also works where the result is in the memory of source 0 */
     bool         collective;   /* communicates with ranks that make the same calls. Also runs where run->idle, on a rank
                                   without samples, as on a full batch of zeros; runs once in a pass, never replayed */
     bool         halves;       /* backward may run twice (hpml_graph_halves), the second time for parameters, the first
@@ -1378,7 +1378,7 @@ typedef struct hpml_trainer_desc {
     void         *optimizer_user;  /* passed to each step as hpml_update.user */
     float         lr;              /* learning rate; 0: SGD, LARS, ADAGRAD 0.01; RMSPROP, ADAM, ADAMW, LAMB 0.001 */
     float         momentum;        /* 0 to 1; SGD, RMSPROP, LARS; 0: none (LARS: 0.9) */
-    bool          nesterov;        /* SGD, LARS: Nesterov's momentum; needs a momentum */
+    bool          nesterov;        /* true: Nesterov's momentum, in SGD and LARS; needs a momentum above 0 */
     float         beta1, beta2;    /* below 1; ADAM, ADAMW, LAMB; 0: 0.9, 0.999. RMSPROP: beta2, 0: 0.99 */
     float         eps;             /* added to a square root before it divides; 0: 1e-8 (ADAGRAD 1e-10, LAMB 1e-6) */
     float         weight_decay;    /* L2: weight_decay w is added to the gradient; ADAMW, LAMB: decoupled from it */
@@ -1443,7 +1443,7 @@ typedef struct hpml_step_info {
     float    accuracy;           /* 0 to 1, of this step's samples in training; -1: loss is not CROSS_ENTROPY */
     float    lr;                 /* learning rate of this update */
     float    grad_norm;          /* norm of all gradients, unclipped; -1 without clip_norm and dynamic loss scale */
-    bool     skipped;            /* a gradient overflowed: no update was made, and the loss scale is halved */
+    bool     skipped;            /* true: a gradient overflowed, so no update was made, and the loss scale is halved */
     int64_t  samples;            /* of this step */
     double   seconds;            /* seconds since the start of fit; without fit, of this step */
     double   samples_per_second; /* since the start of fit; 0 without fit */
@@ -1509,7 +1509,7 @@ typedef struct hpml_fit_desc {
     int32_t       patience;                /* fit ends after so many epochs in a row without a val_loss that is smaller
                                               than the smallest one before; 0: it does not. Needs .validation */
     float         min_delta;               /* a val_loss counts as smaller only if it is smaller by more than this */
-    bool          keep_best;               /* at the end of fit the parameters become those of the epoch with the
+    bool          keep_best;               /* true: at the end of fit the parameters become those of the epoch with the
                                               smallest val_loss, of which this call keeps a copy in host memory; the
                                               optimizer's state stays. Needs .validation; with .checkpoint the epoch's
                                               checkpoint stays as path.best, which .resume reads, too */
@@ -1828,16 +1828,16 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
    H, W) are first cropped to (.., k, k): at a random place; with in_order and in evaluation, in the middle. */
 typedef struct hpml_augment {
     int32_t shift;  /* shift by up to this many pixels in each direction, filled with zeros (as padding and cropping) */
-    bool    flip;   /* mirror left to right with probability 1/2 */
+    bool    flip;   /* true: mirrors left to right with probability 1/2 */
     int32_t cutout; /* side of a random square that is set to zero, in pixels */
 } hpml_augment;
 
 typedef struct hpml_loader_desc {
     uint32_t     _begin;
     int32_t      batch;      /* samples per batch of this rank; required (fit: 0 = the trainer's) */
-    bool         in_order;   /* samples are not shuffled */
-    bool         drop_last;  /* skip a last batch that is not full */
-    bool         no_prefetch; /* prepare batches in the caller's thread instead of a background thread; same batches */
+    bool         in_order;   /* true: samples are not shuffled */
+    bool         drop_last;  /* true: skips a last batch that is not full */
+    bool         no_prefetch; /* true: the caller's thread prepares batches, not a background thread; same batches */
     uint64_t     seed;       /* seed of order and augmentation; 0: the context's */
     int32_t      rank, ranks; /* this rank takes shard number `rank` of each global batch; ranks 0: 1 (in fit: set by
                                  hpml_distribute). If each rank already has only its own part of the data: 0 and 1 */
@@ -1975,7 +1975,7 @@ typedef struct hpml_trace_desc {
     int64_t  first_step, last_step; /* steps that are traced, counted from 0; last_step 0: no end */
     int64_t  capacity;              /* events kept, of 72 bytes; older ones are overwritten; 0: 65,536 */
     double   origin;                /* hpml_now() at time 0 of the file, in seconds; 0: at the first event's start */
-    bool     arrows;                /* draws arrows from send to receive of collectives' messages: two events each */
+    bool     arrows;                /* true: arrows from send to receive of collectives' messages: two events each */
     uint32_t _end;
 } hpml_trace_desc;
 enum { HPML_LANE_COMPUTE = 0, HPML_LANE_COMM, HPML_LANE_IO, HPML_LANE_GPU, HPML_LANE_STEP }; /* lanes of events */
@@ -2100,7 +2100,7 @@ typedef struct hpml_codec_desc {
     float             momentum;     /* TOPK: momentum correction; the optimizer must then have no momentum */
     int32_t           lowrank;      /* LOWRANK: the rank of P Q^T; 0: 2 */
     int64_t           min_elements; /* all but NONE and BF16: smaller tensors and vectors are sent as NONE; 0: 256 */
-    bool              compress_all; /* vectors and small tensors are packed too, except those that would grow */
+    bool              compress_all; /* true: vectors and small tensors are packed too, except those that would grow */
     bool              no_feedback;  /* true: no residual. Fine for BF16; with ONEBIT a training then fails */
     uint64_t          seed;         /* seed of codecs that round at random; 0: in an exchange the context's */
     uint32_t          _end;
@@ -2152,7 +2152,7 @@ struct hpml_codec {
     bool        linear;        /* true: packed rows are f32, and sums of packed rows decode to sums of gradients */
     bool        has_residual;  /* encode keeps what it lost in the residual; false: residual is NULL */
     bool        exempts_small; /* true: vectors and small tensors are packed by the codec NONE */
-    bool        whole_tensors; /* TOPK, LOWRANK: do not pack rows, so the functions below are NULL */
+    bool        whole_tensors; /* true (TOPK, LOWRANK): does not pack rows, so the functions below are NULL */
     size_t (*row_size)(const hpml_codec_desc *desc, int64_t cols); /* bytes of a packed row */
     hpml_status (*encode)(const hpml_packing *p, void *packed, float *residual, const float *grad, int64_t rows,
                           const hpml_encode_info *info); /* info is never NULL */
@@ -2393,7 +2393,7 @@ typedef struct hpmli_words_part {
     void       *c;             /* (m, n): element (i, j) is c[i * ldc + j] */
     int64_t     ldc;
     float       alpha, beta;   /* bf16 */
-    bool        accumulate;    /* bytes: adds to C */
+    bool        accumulate;    /* of bytes, true: adds to C */
     int64_t     i0, i1, j0, j1;
     uint32_t   *ws;            /* working memory of this thread, HPMLI_WORDS_WS words */
 } hpmli_words_part;
@@ -2441,7 +2441,7 @@ typedef struct hpmli_conv {
     int64_t    x_floats;               /* floats of the padded image of x and memory behind it that tiles touch */
     int64_t    x_first;                /* offset of the first pixel of the padded image that is not padding */
     int64_t    y_floats;               /* floats of the image of dy and memory behind it that tiles touch */
-    bool       nhwc;                   /* x and y are NHWC */
+    bool       nhwc;                   /* true: x and y are NHWC */
     int64_t    x_pixel, y_pixel;       /* floats from a pixel of x, of y, to the next one in its row: NCHW 1 */
     int64_t    x_row_step;             /* floats in x between the first ones that adjacent rows of y read */
     int64_t    x_pixel_step;           /* floats in x between the first ones that adjacent pixels of y read */
@@ -2454,7 +2454,7 @@ typedef struct hpmli_conv {
     bool       want_dx, want_dw, want_db;
     int64_t    sums, sum_floats;       /* backward: number and size of partial sums of dw and db */
     int64_t    images_at_once;         /* backward: images whose dw is summed by one product */
-    bool       by_channels;            /* backward: dw is summed over all images, in tasks for some channels each */
+    bool       by_channels;            /* backward, true: dw is summed over all images, in tasks for some channels */
     float     *all_x, *all_dy, *all_dw; /* by_channels: x and dy of all images in NHWC order; dw as tiles store it */
     int64_t    images_forward;         /* forward: images of a task; above 1 tiles have a pixel of each image */
     float     *weights;                /* (groups x OC, C, taps); forward: perhaps a scaled copy, see >>conv-kept */
@@ -2636,7 +2636,7 @@ typedef struct hpmli_block {
     hpmli_destroy_fn      *destroy;
     size_t              size; /* bytes taken from the allocator, header included */
 } hpmli_block;
-#define HPMLI_BLOCK 64 /* bytes of a header; the memory after it stays aligned to a cache line */
+#define HPMLI_BLOCK 64 /* bytes of the header; the memory behind it stays aligned to a cache line */
 
 typedef struct hpmli_pool  hpmli_pool;  /* see >>threads */
 typedef struct hpmli_trace hpmli_trace; /* see >>trace */
@@ -2678,11 +2678,11 @@ struct hpml_ctx {
     int                  node_count; /* recorded nodes: the next node's index, used in names and masks */
     int64_t              source_count; /* sources of all recorded nodes together */
     int                  segment, segments; /* the segment to which recorded ops belong, 0: none; number of segments */
-    bool                 shares;     /* a layer whose parameter exists uses it, see hpml_share */
+    bool                 shares;     /* true: a layer whose parameter exists uses it, see hpml_share */
     struct hpmli_kind   *kinds;      /* (kind_count) kinds of layers, for default names */
     int64_t              kind_count, kind_capacity;
-    bool                 deferred;   /* trainers take their memory late, see hpml_ctx_defer */
-    int                  group_nodes;    /* nodes that only groups need, which names and masks do not count */
+    bool                 deferred;   /* true: trainers take their memory late, see hpml_ctx_defer */
+    int                  group_nodes;    /* nodes that only groups need; default names and masks do not count them */
     hpml_group           groups[HPML_AXES]; /* the group of each hpml_axis; size 0: none is set */
     hpml_node            spare;      /* a dummy node that hpmli_node_create returns after an error */
     hpmli_trace         *trace;      /* the timeline; NULL: none is recorded */
@@ -5094,7 +5094,7 @@ HPMLI_FN bool hpmli_rows_fit(hpml_ctx *ctx, hpml_node *const *nodes, int count)
    alive at all times of the tree node, and `part`, of arrays alive at some of them. A life is cut into at most two tree
    nodes a level; it can collide only with the `part` lists of these and the `whole` lists of the tree nodes above. */
 typedef struct hpmli_life {
-    size_t   bytes, offset; /* offset: before the array is placed, its number, for a stable order */
+    size_t   bytes, offset; /* offset: place in memory; until placed, the array's number, so that sorting is stable */
     int      from, to;      /* first and last time at which the array is needed */
     void   **place;         /* set to the address when memory is allocated */
 } hpmli_life;
@@ -5260,10 +5260,10 @@ typedef struct hpmli_list {
 
 typedef struct hpmli_slot { /* memory for the arrays of a part, and the pass that has written to it */
     int      part;          /* place in hpml_graph.parts */
-    size_t   base;          /* bytes: where its HELD arrays begin in the arena */
+    size_t   base;          /* offset in bytes, in hpml_graph.arena, of its HELD arrays */
     int64_t  first, samples; /* index in the batch of the pass's first sample; number of its samples */
     int64_t  sample;        /* number of the first sample in the global batch */
-    bool     idle;          /* the pass had no samples */
+    bool     idle;          /* true: the pass had no samples */
     bool     train;
     uint64_t step;
 } hpmli_slot;
@@ -5308,7 +5308,7 @@ struct hpml_graph {
     hpml_hooks     any;        /* each field: a hook of that name of one of the sets; NULL: no set has one */
     hpml_moment    at;         /* the present pass, micro-batch, step and op, as hooks get them */
     int            entry;      /* place, in the list of the current part, of the entry that runs now */
-    bool           last;       /* the last micro-batch of an update: gradients become final, hooks are called */
+    bool           last;       /* true: the last micro-batch of an update: gradients become final, hooks are called */
     hpml_update   *updates;    /* (param_count) optimizer steps to take during the backward pass; NULL: none */
     bool           predicts;   /* hpml_graph_desc.predict */
     bool           keep_packed; /* hpml_graph_desc.keep_packed */
@@ -5676,8 +5676,8 @@ typedef struct hpmli_use {      /* how a part uses the result of a node, or an i
     int  last[2];               /* time (number of an entry) at which each life of the value ends */
     int  readers[2];            /* for each life: number of entries, forward or again, that read it */
     int  grad_first, grad_last; /* first and last time of the gradient's life */
-    bool grad_written;          /* a node's backward, or the caller, writes the gradient */
-    bool crosses;               /* a later node that is in another part reads the result */
+    bool grad_written;          /* true: a node's backward, or the caller, writes the gradient */
+    bool crosses;               /* true: a later node that is in another part reads the result */
 } hpmli_use;
 typedef struct hpmli_plan {     /* a part of a graph while its memory is planned */
     hpml_graph *g;
@@ -6320,7 +6320,7 @@ typedef struct hpmli_budget {
     hpml_graph     *g;
     size_t          bytes;                                /* bytes of activations and scratch that a plan may take */
     int             from[HPMLI_SEGMENTS + 1], count;      /* first node of each segment */
-    hpml_retain_how best[HPMLI_SEGMENTS];                 /* the cheapest choice that fits */
+    hpml_retain_how best[HPMLI_SEGMENTS];                 /* how the cheapest choice that fits retains each */
     double          best_cost;                            /* below 0: none fits */
     size_t          least;                                /* least bytes of all choices tried */
     /* [i][how]: hpml_memory.extra of the plan with segment i retained by `how`, all other segments kept */
@@ -6678,7 +6678,7 @@ HPMLI_FN hpml_status hpmli_node_hooks(hpml_graph *g, hpmli_hook which, const hpm
 typedef struct hpmli_swap {
     void  *here[2], *host[2];    /* the result of an op and its saved values: in the graph's memory, in host memory */
     size_t bytes[2];
-    bool   in;                   /* from the host */
+    bool   in;                   /* true: from the host */
 } hpmli_swap;
 
 struct hpmli_copier {
@@ -7358,7 +7358,7 @@ typedef struct hpmli_mat {
     float  *p;
     int64_t rows, cols, ld; /* ld: elements from one row to the next; if trans, from one column to the next */
     int64_t count, apart;   /* number of matrices in a batch; elements from one to the next */
-    bool    trans;          /* stored transposed: columns are contiguous */
+    bool    trans;          /* true: stored transposed: columns are contiguous */
 } hpmli_mat;
 HPMLI_FN hpmli_mat hpmli_matrix(float *p, int64_t rows, int64_t cols, int64_t ld)
 {
@@ -7970,7 +7970,7 @@ typedef struct hpmli_map_job {
     hpml_node      *n;
     int64_t         stride[3][HPML_MAX_DIMS]; /* [s]: strides of operand s along the result's dimensions; 0: repeated */
     int64_t         cols;                     /* elements of an item, but for a last chunk */
-    bool            flat;                     /* no operand is repeated */
+    bool            flat;                     /* true: no operand is repeated */
     int             side;                     /* backward: the operand whose gradient is computed; -1: forward */
 } hpmli_map_job;
 
@@ -8435,7 +8435,7 @@ typedef struct hpmli_strided_copy {
     const float         *from;
     hpmli_broadcast_iter           w; /* the runs of `to` and `from` */
     int64_t              runs_per_task;
-    bool                 add; /* backward: to += from */
+    bool                 add; /* true, in backward: to += from */
 } hpmli_strided_copy;
 HPMLI_FN void hpmli_strided_copy_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
