@@ -955,7 +955,7 @@ typedef struct hpml_graph_desc {
     int32_t             output_count; /* 0 to HPML_MAX_OUTPUTS */
     hpml_tensor *const *outputs;      /* results that may be read after a run */
     hpml_tensor        *loss;         /* an f32 scalar; NULL: no backward pass */
-    bool                predict;      /* true: the graph only predicts; loss must be NULL, hpml_graph_part is an error */
+    bool                predict;      /* true: the graph only predicts; loss must be NULL, hpml_graph_part an error */
     bool                keep_packed;  /* true: passes without `train` keep packed weights of convolutions, see below */
     uint32_t            _end;
 } hpml_graph_desc;
@@ -1295,7 +1295,7 @@ typedef struct hpml_custom {
     hpml_op_fn  *forward;      /* required */
     hpml_op_fn  *backward;     /* NULL: the result has no gradient */
     hpml_op_impl kernel;       /* optional: forward and backward for hpml_backend_cuda; src and out have addresses raw,
-                                  raw_grad on the device, halves stay halves; both launch work on hpml_cuda_stream */
+                                  raw_grad on the GPU, halves stay halves; both only launch work on hpml_cuda_stream */
     void        *user;         /* yours: node->attr.custom->user; must live as long as the context */
     bool         one_number;   /* true: the result is a scalar, such as a loss */
     int32_t      ndim;         /* dimensions of the result; 0: the result has the shape of source 0, and its `split` */
