@@ -413,8 +413,8 @@ HPML_API hpml_status       hpml_ctx_set_group(hpml_ctx *ctx, hpml_axis axis, con
 HPML_API const hpml_group *hpml_ctx_group(const hpml_ctx *ctx, hpml_axis axis); /* none set: a group of size 1 */
 
 /* How the ranks of the TENSOR axis divide a layer y = w x + bias (Shoeybi et al. 2019). Sizes and heads that a program
-   gives are those of the whole; shapes of tensors (hpml_tensor.shape) are those of this rank's part. OUT, then ops that
-   work on each element or head, then IN, make one sum in the forward and one in the backward pass. */
+   gives are those of the whole; shapes of tensors (hpml_tensor.shape) are those of this rank's part. A layer OUT, then
+   ops that work on each element or head, then a layer IN take one sum over ranks forward and one backward. */
 typedef enum hpml_split {
     HPML_SPLIT_NONE = 0, /* every rank has the whole layer */
     HPML_SPLIT_OUT  = 1, /* each rank has some outputs, that is rows of w: x is whole, y is split along its features */
@@ -425,7 +425,7 @@ typedef enum hpml_split {
    x whose split does not fit. With a group of one rank, or x NULL, they record nothing and return x. dim: the dimension
    that is divided. (TENSOR): on this axis; else: on the other axes.
    copy    y = x on all ranks of TENSOR, each of which then computes another part with y: backward adds up the ranks'
-           gradients. One node for each result x. On other axes y = x, because their ranks' losses are added anyway
+           gradients. Later calls for a result x of an op return the same y. On other axes y = x, nothing is recorded
    sum     y = the sum of the ranks' x; backward: the gradient itself (TENSOR), else the sum of the ranks' gradients
    split   y = this rank's block of x; backward: the ranks' gradients joined (TENSOR), else zeros but in the block
    gather  y = the ranks' x joined; backward: this rank's block of the gradient (TENSOR), else this rank's block of the
@@ -6320,7 +6320,7 @@ typedef struct hpmli_budget {
     hpml_graph     *g;
     size_t          bytes;                                /* bytes of activations and scratch that a plan may take */
     int             from[HPMLI_SEGMENTS + 1], count;      /* first node of each segment */
-    hpml_retain_how best[HPMLI_SEGMENTS];                 /* how the cheapest choice that fits retains each */
+    hpml_retain_how best[HPMLI_SEGMENTS];                 /* of the cheapest choice that fits: how each is retained */
     double          best_cost;                            /* below 0: none fits */
     size_t          least;                                /* least bytes of all choices tried */
     /* [i][how]: hpml_memory.extra of the plan with segment i retained by `how`, all other segments kept */
@@ -7079,7 +7079,7 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
     hpml_status       status  = HPML_OK;
     hpml_pass         pass;
     if (half == HPML_HALF_INPUTS) count = p->late - p->turn;
-    if (half == HPML_HALF_WEIGHTS) hpmli_entries_point(g, p, p->turn, p->late); /* another slot was current, perhaps */
+    if (half == HPML_HALF_WEIGHTS) hpmli_entries_point(g, p, p->turn, p->late); /* other slots may have run since */
     if (replays) piece = (int)hpmli_max(HPMLI_PIECES_OF_PASS, (count - 1) / HPMLI_PIECES_OF_PASS + 1);
     if (replays && !hooks) piece = count;
     memset(&pass, 0, sizeof pass); /* padding, too, because passes are compared byte by byte */
