@@ -520,7 +520,7 @@ HPML_API void         hpml_tensor_free(hpml_tensor *t); /* optional; frees a vie
 
 /* Creates a view, a tensor that shares the memory of `t`, which must have memory. Ops accept contiguous views only;
    >>api-ops has the reshape, slice and transpose that are recorded as part of a model. */
-HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape); /* -1: size by the others */
+HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape); /* one size -1: computed */
 HPML_API hpml_tensor *hpml_view_slice(hpml_tensor *t, int dim, int64_t start, int64_t count);
 HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b);
 
@@ -4384,7 +4384,7 @@ struct hpmli_node_state {
                                                   again always has one */
     bool         second;                       /* true: backward runs the half WEIGHTS, for the sources in .late */
     unsigned     late;                         /* bits of the sources whose gradients are in the half WEIGHTS */
-    char        *copy;                         /* (slots, copy_bytes) what is swapped out: the result, then n->saved */
+    char        *copy;                         /* (slots, copy_bytes) host copy if swapped: the result, then n->saved */
     size_t       copy_bytes, copy_saved;       /* bytes of .copy for a slot; of these, those of n->saved */
     double       copied;                       /* time, in operations of the forward pass, when .copy is written */
     int64_t      copying;                      /* number of the node's last copy, see >>swap */
@@ -5545,7 +5545,7 @@ HPMLI_FN void hpmli_part_choose(hpml_graph *g, const hpmli_list *p)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>list-swap   the list of entries: when copies of swapped results begin and end
 // ---------------------------------------------------------------------------------------------------------------------
-/* True if a thread copies what is swapped, while ops run; else ops wait for each copy (>>swap). */
+/* True if a thread copies swapped results while ops run; else ops wait for each copy (>>swap). */
 HPMLI_FN bool hpmli_copies_ahead(const hpml_graph *g)
 {
 #ifdef HPML_NO_THREADS
@@ -7622,7 +7622,7 @@ HPMLI_FN const float *hpmli_unit_stride(float *space, const float *x, int64_t in
 /* Matrix times vector is a product with one column; transposed matrix times vector, with a contiguous y, a product with
    one row, which reads A row by row. Neither packs matrices, so the memory for packed matrices can hold a contiguous
    copy of a strided vector. */
-#define HPMLI_VECTOR 200000 /* elements of such a copy, at most; longer vectors are not copied */
+#define HPMLI_VECTOR 200000 /* most elements of a copy of a strided vector; longer ones are not copied */
 HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t n, float alpha, const float *a,
                                 int64_t lda, const float *x, int64_t inc_x, float beta, float *y, int64_t inc_y)
 {
