@@ -397,15 +397,15 @@ HPML_API const char *hpml_axis_name(hpml_axis axis); /* "data", "pipe", "tensor"
 typedef struct hpml_group {
     int32_t rank, size;  /* number of this rank, 0 to size - 1; number of ranks of the group */
     void   *user;        /* passed to each function; must live as long as the context */
-    hpml_status (*sum)(void *user, float *x, int64_t n);     /* in place: all ranks get the sum */
-    hpml_status (*max)(void *user, float *x, int64_t n);     /* in place: all ranks get the largest */
+    hpml_status (*sum)(void *user, float *x, int64_t n);     /* in place: x becomes the sum of all ranks' x */
+    hpml_status (*max)(void *user, float *x, int64_t n);     /* in place: the largest of all ranks' x, by element */
     hpml_status (*gather)(void *user, const float *part, float *all, int64_t n); /* n floats of each rank, by rank */
     hpml_status (*scatter)(void *user, const float *all, float *part, int64_t n); /* block number `rank`, of n floats,
                                                                                    of the sum of `all` (size n) */
-    hpml_status (*swap)(void *user, const float *out, float *in, int64_t n); /* n floats for each rank, from each */
+    hpml_status (*swap)(void *user, const float *out, float *in, int64_t n); /* n floats to each rank, n from each */
     hpml_status (*pass)(void *user, const float *out, float *in, int64_t n, int shift); /* n floats to rank + shift and
                                                                    from rank - shift, counted modulo size */
-    hpml_status (*bcast)(void *user, float *x, int64_t n, int root); /* n floats of rank `root` */
+    hpml_status (*bcast)(void *user, float *x, int64_t n, int root); /* in place: all ranks get x of rank `root` */
 } hpml_group;
 /* Sets the group of an axis (copied; NULL: none), before the first op or parameter is recorded. Without groups every
    `split` below means nothing: the same program then runs alone, and computes the same bits as without `split`. */
@@ -413,8 +413,8 @@ HPML_API hpml_status       hpml_ctx_set_group(hpml_ctx *ctx, hpml_axis axis, con
 HPML_API const hpml_group *hpml_ctx_group(const hpml_ctx *ctx, hpml_axis axis); /* none set: a group of size 1 */
 
 /* How the ranks of the TENSOR axis divide a layer y = w x + bias (Shoeybi et al. 2019). Sizes and heads that a program
-   gives are those of the whole; shapes of tensors (hpml_tensor.shape) are those of this rank's part. OUT, then ops that
-   work on each element or head, then IN, make one sum in the forward and one in the backward pass. */
+   gives are those of the whole; shapes of tensors (hpml_tensor.shape) are those of this rank's part. A layer OUT, then
+   ops that work on each element or head, then a layer IN take one sum over ranks forward and one backward. */
 typedef enum hpml_split {
     HPML_SPLIT_NONE = 0, /* every rank has the whole layer */
     HPML_SPLIT_OUT  = 1, /* each rank has some outputs, that is rows of w: x is whole, y is split along its features */
@@ -425,7 +425,7 @@ typedef enum hpml_split {
    x whose split does not fit. With a group of one rank, or x NULL, they record nothing and return x. dim: the dimension
    that is divided. (TENSOR): on this axis; else: on the other axes.
    copy    y = x on all ranks of TENSOR, each of which then computes another part with y: backward adds up the ranks'
-           gradients. One node for each result x. On other axes y = x, because their ranks' losses are added anyway
+           gradients. Later calls for a result x of an op return the same y. On other axes y = x, nothing is recorded
    sum     y = the sum of the ranks' x; backward: the gradient itself (TENSOR), else the sum of the ranks' gradients
    split   y = this rank's block of x; backward: the ranks' gradients joined (TENSOR), else zeros but in the block
    gather  y = the ranks' x joined; backward: this rank's block of the gradient (TENSOR), else this rank's block of the
@@ -462,17 +462,17 @@ typedef struct hpml_param {
     int       index;      /* position in the context's list of parameters: the order of recording */
     hpml_init init;
     float     init_scale;
-    bool      buffer;     /* saved in files but not trained: running mean and variance of batchnorm */
-    bool      frozen;     /* not updated; if set when a graph is planned, it has no gradient in that graph */
-    bool      no_decay;   /* excluded from weight decay; set for biases and the parameters of norms */
+    bool      buffer;     /* true: saved in files but not trained: running mean and variance of batchnorm */
+    bool      frozen;     /* true: not updated; if set when a graph is planned, it has no gradient in that graph */
+    bool      no_decay;   /* true: excluded from weight decay; set for biases and the parameters of norms */
     float     lr_scale;   /* multiplies the learning rate; 1 at first */
     float     decay_scale; /* multiplies the weight decay; 1 at first */
     hpml_axis axis;       /* axis over whose ranks the whole is split; DATA: the parameter is whole */
     int32_t   split_dim, sections; /* the dimension that is split; number of its sections, 1 or more */
     int32_t   stage;      /* the rank of the PIPE axis that has the parameter; -1: all of them */
-    int32_t   shard;      /* what this rank keeps a part of, see hpml_trainer_keep: 0: nothing; 1: the states of the
-                             optimizer; 2: the gradient, too; 3: the values, too */
-    int64_t   keep_first, keep_count; /* this rank keeps so many floats from keep_first on; keep_count -1: all */
+    int32_t   shard;      /* arrays of which this rank keeps only a part (hpml_trainer_keep): 0: none; 1: the states of
+                             the optimizer; 2: the gradient, too; 3: the values, too */
+    int64_t   keep_first, keep_count; /* this rank keeps keep_count floats from float keep_first on; -1: all floats */
 } hpml_param;
 
 /* Order of the dimensions of images: NCHW is (B, C, H, W); NHWC is (B, H, W, C), a pixel's channels being adjacent. */
@@ -494,11 +494,11 @@ struct hpml_tensor {
     hpml_dtype  dtype;
     int         ndim;                  /* 0 (a scalar) to HPML_MAX_DIMS */
     int64_t     shape[HPML_MAX_DIMS];  /* unused dimensions are 1 */
-    int64_t     stride[HPML_MAX_DIMS]; /* steps in elements; tensors of a graph are contiguous, views need not be */
+    int64_t     stride[HPML_MAX_DIMS]; /* elements from index to index of each dimension; contiguous but for views */
     int64_t     batch_rows; /* rows of dimension 0 for each sample: shape[0] == batch_rows * batch; 0: no batch */
     hpml_param *param;      /* not NULL: the tensor is a parameter with these properties */
     hpml_node  *node;       /* the op that computes the tensor; NULL: an input, a parameter or a constant */
-    bool        needs_grad; /* set for parameters, results of them, and by hpml_tensor_require_grad */
+    bool        needs_grad; /* true for parameters, for results of them, and after hpml_tensor_require_grad */
     hpml_layout layout;     /* order of the dimensions, where there are 4 (images); see hpml_to_layout */
     int8_t      split[HPML_MAX_DIMS]; /* the hpml_axis over whose ranks a dimension is split; 0: none */
     int32_t     sections;   /* equal sections of the split dimension, each of which is split, see hpml_param; 0: one */
@@ -520,7 +520,7 @@ HPML_API void         hpml_tensor_free(hpml_tensor *t); /* optional; frees a vie
 
 /* Creates a view, a tensor that shares the memory of `t`, which must have memory. Ops accept contiguous views only;
    >>api-ops has the reshape, slice and transpose that are recorded as part of a model. */
-HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape); /* -1: size by the others */
+HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape); /* one size -1: computed */
 HPML_API hpml_tensor *hpml_view_slice(hpml_tensor *t, int dim, int64_t start, int64_t count);
 HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b);
 
@@ -696,7 +696,7 @@ typedef struct hpml_linear_desc {
     hpml_init    init;       /* initial weights; DEFAULT: KAIMING_UNIFORM */
     float        init_scale;
     hpml_tensor *weight;     /* an (out, in) parameter to use instead of a new one (tied embeddings); NULL: a new one */
-    hpml_split   split;      /* over the TENSOR axis; with IN the bias is added once */
+    hpml_split   split;      /* split of the layer over the TENSOR axis; IN: the bias is added after the ranks' sum */
     int32_t      sections;   /* OUT: y consists of so many sections, each of which is split (3: q, k, v); 0: 1 */
     uint32_t     _end;
 } hpml_linear_desc;
@@ -728,7 +728,7 @@ typedef struct hpml_conv2d_desc {
     uint32_t    _begin;
     int32_t     kernel_h, kernel_w;     /* size of the kernel; kernel_h required; kernel_w 0: as kernel_h */
     int32_t     stride_h, stride_w;     /* 0: 1 (w: as h) */
-    int32_t     padding_h, padding_w;   /* zeros added on each side; w 0: as h, HPML_NO_PAD: none */
+    int32_t     padding_h, padding_w;   /* zeros added on each side; padding_w 0: as padding_h, HPML_NO_PAD: none */
     int32_t     dilation_h, dilation_w; /* 0: 1 (w: as h) */
     int32_t     groups;                 /* 0: 1 */
     const char *name;
@@ -739,7 +739,7 @@ typedef struct hpml_conv2d_desc {
     hpml_conv_algorithm algorithm;      /* CPU only, as is workspace; on other backends both must be 0 */
     size_t      workspace;              /* most bytes of working memory; 0: no limit */
     hpml_split  split;                  /* of the output or input channels over the TENSOR axis; needs groups 1 */
-    int32_t     extra_h, extra_w;       /* hpml_conv_transpose2d: rows and columns more in y; 0: none (w: as h) */
+    int32_t     extra_h, extra_w;       /* hpml_conv_transpose2d: rows, columns added to y; extra_w 0: as extra_h */
     uint32_t    _end;
 } hpml_conv2d_desc;
 #define HPML_NO_PAD (-1)
@@ -784,10 +784,10 @@ HPML_API hpml_tensor *hpml_argmax(hpml_tensor *x, int dim);
    before `dim` of the same sizes, after it of the same sizes or all 1 (one index for a whole row); an index outside of
    x is an error of the step. pad: `before` and `after` numbers `value` around x. reverse: the order of dimension `dim`
    reversed; with lengths, I32 (B), of the first lengths[b] indices, while the others stay: for the second direction of
-   a bidirectional net, before and after it. last: x (B, T, ..) to (B, ..), time step lengths[b] - 1 (NULL: T - 1) or,
-   for length 0, zeros. mask: lengths I32 (B) to (B, T), 1 at positions before lengths[b], else 0.
+   a bidirectional net, on its input and on its result. last: x (B, T, ..) to (B, ..), time step lengths[b] - 1 (NULL:
+   T - 1) or, for length 0, zeros. mask: lengths I32 (B) to (B, T), 1 at positions before lengths[b], else 0.
    upsample2d: images (B, C, H, W) to (B, C, factor H, factor W): each pixel repeated or, if bilinear, interpolated
-   between the centres of pixels (align_corners false elsewhere). `dim` must not be split over ranks. */
+   between the centres of pixels (PyTorch's align_corners false). `dim` must not be split over ranks. */
 HPML_API hpml_tensor *hpml_take_along(hpml_tensor *x, int dim, hpml_tensor *index);
 HPML_API hpml_tensor *hpml_pad(hpml_tensor *x, int dim, int64_t before, int64_t after, float value);
 HPML_API hpml_tensor *hpml_reverse(hpml_tensor *x, int dim, hpml_tensor *lengths);
@@ -809,7 +809,7 @@ typedef struct hpml_norm_desc {
     const char *name;
     float       eps;        /* 0: 1e-5 */
     float       momentum;   /* weight of a batch in batchnorm's running statistics; 0: 0.1 */
-    bool        no_affine;  /* without gamma and beta */
+    bool        no_affine;  /* true: without gamma and beta */
     hpml_act    activation; /* applied by batchnorm: NONE or RELU; others ignore it */
     uint32_t    _end;
 } hpml_norm_desc;
@@ -833,7 +833,7 @@ typedef struct hpml_embedding_desc {
     hpml_init    init;   /* DEFAULT: NORMAL with standard deviation 1 */
     float        init_scale;
     hpml_tensor *weight; /* a (vocabulary, width) parameter to use instead of a new one; NULL: a new one */
-    bool         sparse; /* the table's gradient has the rows of a step's tokens alone, see hpml_param_rows */
+    bool         sparse; /* true: only the rows of a step's tokens have a gradient, see hpml_param_rows */
     hpml_split   split;  /* OUT: each rank of the TENSOR axis has some rows of the table, that is some tokens */
     uint32_t     _end;
 } hpml_embedding_desc;
@@ -867,7 +867,7 @@ typedef struct hpml_attention_desc {
     uint32_t _begin;
     int32_t  heads;         /* number of heads, required, divides C; of the whole, if qkv is split (in 3 sections) */
     bool     not_causal;    /* true: every query attends to all keys; needs a graph without cache */
-    float    scale;         /* 0: 1 / sqrt(C / heads) */
+    float    scale;         /* factor of q k^T; 0: 1 / sqrt(C / heads) */
     int32_t  kv_heads;      /* heads of keys and of values, a divisor of heads; 0: heads */
     hpml_tensor *mask;      /* (B, T), or (B, T, T) with a row for each query: a key with number 0 is hidden. With a
                                cache (B, S), (B, T, S). NULL: no key is hidden */
@@ -946,8 +946,8 @@ typedef struct hpml_memory {
                            device, because then the states are in host memory */
     size_t host;        /* copies in host memory of results that are swapped out; not part of total */
     size_t total;       /* parameters + gradients + activations + scratch + packed + products + optimizer */
-    double extra;       /* operations that a step computes again, and 1 for each byte of these results; a byte swapped
-                           out and in counts as hpml_graph_budget says */
+    double extra;       /* operations that a step does again to save memory, 1 for each byte of their results; bytes
+                           swapped out and in count as hpml_graph_budget says */
 } hpml_memory;
 
 typedef struct hpml_graph_desc {
@@ -955,8 +955,8 @@ typedef struct hpml_graph_desc {
     int32_t             output_count; /* 0 to HPML_MAX_OUTPUTS */
     hpml_tensor *const *outputs;      /* results that may be read after a run */
     hpml_tensor        *loss;         /* an f32 scalar; NULL: no backward pass */
-    bool                predict;      /* the graph only predicts; loss must be NULL, and hpml_graph_part is an error */
-    bool                keep_packed;  /* passes without `train` keep the packed weights of convolutions, see below */
+    bool                predict;      /* true: the graph only predicts; loss must be NULL, hpml_graph_part an error */
+    bool                keep_packed;  /* true: passes without `train` keep packed weights of convolutions, see below */
     uint32_t            _end;
 } hpml_graph_desc;
 /* A graph that predicts runs forward passes in evaluation mode only. On the CPU, where results are stored in f32, it is
@@ -1050,7 +1050,7 @@ typedef enum hpml_opt { HPML_OPT_SGD = 0, HPML_OPT_ADAGRAD, HPML_OPT_RMSPROP, HP
                         HPML_OPT_LARS, HPML_OPT_LAMB,
                         HPML_OPT_CUSTOM /* the step of hpml_trainer_desc.custom_optimizer */ } hpml_opt;
 #define HPML_MAX_STATES 4 /* arrays that an optimizer may keep for each parameter */
-/* Bits of hpml_update.found_nonfinite: a gradient was NaN or infinite; a new weight or a new optimizer state was. */
+/* Bits of hpml_update.found_nonfinite, for NaN or infinity in: a gradient; a new weight or new optimizer state. */
 enum { HPML_NONFINITE_GRADIENT = 1, HPML_NONFINITE_STEP = 2 };
 
 /* One optimizer step on one parameter. All arrays have n floats and lie in the memory of the backend (GPU or host). */
@@ -1080,8 +1080,8 @@ typedef struct hpml_update {
 typedef struct hpml_optimizer_state {
     const char *name;          /* 1 to 23 letters, digits or `_`: checkpoints store "opt.<name>.<parameter>". NULL in a
                                   built-in optimizer: no array */
-    bool        nonnegative;   /* sums or means of squares: checkpoints with a number below 0 are refused */
-    bool        with_momentum; /* array exists only where the trainer's momentum is not 0 */
+    bool        nonnegative;   /* true: sums or means of squares; a checkpoint with a number below 0 is refused */
+    bool        with_momentum; /* true: the array exists only where the trainer's momentum is not 0 */
 } hpml_optimizer_state;
 
 /* An optimizer. For your own, define one (static const, or as long-lived as its trainers) and pass it as
@@ -1101,9 +1101,9 @@ typedef struct hpml_optimizer {
     int         state_count;   /* number of states, 0 to HPML_MAX_STATES */
     hpml_optimizer_state states[HPML_MAX_STATES];
     float       lr, momentum, beta1, beta2, eps, trust; /* used if the trainer's desc has 0 (HPML_ZERO: a true 0) */
-    bool        nesterov;      /* supports Nesterov's momentum, and then needs a momentum */
-    bool        direction;     /* step leaves w unchanged and replaces g by a direction r; then w -= lr r */
-    bool        layer_ratio;   /* with direction: w -= lr |w| / |r| r (LAMB); lr r where |w| or |r| is 0 */
+    bool        nesterov;      /* true: step can do Nesterov's momentum, which needs a momentum above 0 */
+    bool        direction;     /* true: step leaves w unchanged and replaces g by a direction r; then w -= lr r */
+    bool        layer_ratio;   /* true, with direction: w -= lr |w| / |r| r (LAMB); lr r where |w| or |r| is 0 */
     bool        whole;         /* with direction: step is called once with all n numbers, whose shape u->param has; a
                                   number of r may then depend on all numbers of g (Muon) */
     void (*prepare)(hpml_update *u, double weight_norm, double grad_norm); /* optional */
@@ -1154,7 +1154,7 @@ typedef enum hpml_map {
 /* The row of x, along attr.take.dim, that op TAKE copies to row i of its result y. INDEX: row index[i]; REVERSE: row
    length[b] - 1 - i of sample b, for i >= length[b] row i; LAST: row length[b] - 1; PAD: row i - start, or `value`
    where x has no such row; NEAREST: row i / start; LINEAR: the two rows next to (i + 1/2) / start - 1/2, weighted by
-   their distance from there. */
+   their distance from there. start and value: those of attr.take. */
 typedef enum hpml_take {
     HPML_TAKE_INDEX, HPML_TAKE_REVERSE, HPML_TAKE_LAST, HPML_TAKE_PAD, HPML_TAKE_NEAREST, HPML_TAKE_LINEAR
 } hpml_take;
@@ -1162,7 +1162,7 @@ typedef enum hpml_take {
 /* The constants of a node; its op determines the member. */
 typedef union hpml_attr {
     struct { hpml_map kind; float p, q; } map;
-    struct { int32_t dim; hpml_take rule; int64_t start; float value; } take; /* value: of rows without a row of x */
+    struct { int32_t dim; hpml_take rule; int64_t start; float value; } take; /* value: of rows of y that x lacks */
     struct { int32_t dim; bool index; } max;                            /* index: the result is the maximum's index */
     struct { float a, b; } scale;
     struct { hpml_act act; float slope; } act;                          /* ACTIVATION, LINEAR */
@@ -1170,7 +1170,8 @@ typedef union hpml_attr {
     struct { int32_t kernel[2], stride[2], padding[2], dilation[2], groups; hpml_act act;
              hpml_conv_algorithm algorithm; int32_t rows; } conv; /* CONV2D and pooling; [0]: height, [1]: width; rows
                                                                      of the result that IM2COL computes at a time */
-    struct { struct hpml_mirror *mirror; size_t sum_at; } conv_transpose; /* in scratch: offset of an array like x */
+    struct { struct hpml_mirror *mirror; size_t sum_at; } conv_transpose; /* offset, in scratch memory, of
+                                                                              an array for x's gradient */
     struct { int32_t dims[HPML_MAX_DIMS]; } permute;
     struct { int32_t dim; int64_t start; } slice;                       /* SLICE and CONCAT */
     struct { int32_t dim; bool mean; } sum;
@@ -1190,9 +1191,9 @@ struct hpml_node {
     hpml_tensor *out;
     int          src_count;
     hpml_tensor *src[HPML_MAX_SRC];            /* (src_count) sources; NULL: an optional source that is absent */
-    bool         accumulate[HPML_MAX_SRC];     /* backward adds to the gradient of src[i], else overwrites it */
+    bool         accumulate[HPML_MAX_SRC];     /* true: backward adds to the gradient of src[i], else overwrites it */
     hpml_attr    attr;
-    bool         mixes_batch;                  /* the result has no batch dimension 0 although a source has one */
+    bool         mixes_batch;                  /* true: the result has no batch dimension 0 although a source has one */
     size_t       saved_bytes, scratch_bytes;   /* bytes needed from forward to backward; during one call */
     void        *saved, *scratch;              /* addresses of saved and scratch memory, on the device */
     hpml_node   *fused_with;                   /* set by a backend's plan: the next node, inside whose op the backend
@@ -1210,11 +1211,11 @@ struct hpml_mirror {
 /* The arguments that each op gets for a forward or backward run. */
 typedef struct hpml_run {
     hpml_ctx *ctx;
-    bool      train;       /* dropout is active, batchnorm uses the batch's statistics */
+    bool      train;       /* true: dropout is active, batchnorm uses the batch's statistics */
     uint64_t  step;        /* number of the step, on which random masks depend */
     float     loss_scale;  /* the value that the gradient of the loss starts with */
     uint64_t  sample;      /* number, in the global batch, of this rank's first sample: masks depend on it */
-    bool      idle;        /* this rank has no samples: only ops that call `sum` (batchnorm) run, and add zeros */
+    bool      idle;        /* true: this rank has no samples: only ops that call `sum` (batchnorm) run, and add zeros */
     /* Adds up n numbers in host memory over all ranks, in place. Ops whose result depends on the whole global batch
        call it, equally often and with the same n on all ranks. NULL: this rank has the whole batch. */
     hpml_status (*sum)(void *user, double *values, int64_t n);
@@ -1243,7 +1244,7 @@ struct hpml_backend {
     void (*close)(void *device);
     void *(*alloc)(void *device, size_t bytes);          /* zeroed, aligned to 64 bytes; NULL on failure */
     void (*free)(void *device, void *ptr, size_t bytes);
-    hpml_status (*write)(void *device, void *dst, const void *host, size_t bytes); /* in the order of calls */
+    hpml_status (*write)(void *device, void *dst, const void *host, size_t bytes); /* copies in the order of calls */
     hpml_status (*read)(void *device, void *host, const void *src, size_t bytes);  /* waits for the data */
     hpml_status (*zero)(void *device, void *dst, size_t bytes);
     hpml_status (*sync)(void *device);                   /* optional: waits until all work of the device is done */
@@ -1271,8 +1272,8 @@ struct hpml_backend {
     /* optional: times an op without waiting: called with name NULL before the op and with its name after it. When the
        host next waits for the device, the span is added to the trace (lane GPU) and to *seconds, if not NULL. */
     void (*time_op)(void *device, const char *name, double *seconds);
-    bool layouts; /* conv2d and pooling support NHWC, and conv2d supports attr.conv.algorithm */
-    bool host;    /* arrays lie in host memory, which the program reads and writes, and `update` runs own optimizers */
+    bool layouts; /* true: conv2d and pooling support NHWC, and conv2d supports attr.conv.algorithm */
+    bool host;    /* true: arrays lie in host memory, which programs read and write; `update` runs own optimizers */
 };
 HPML_API const hpml_backend *hpml_backend_cpu(void);
 HPML_API const hpml_backend *hpml_ctx_backend(const hpml_ctx *ctx);
@@ -1293,17 +1294,17 @@ typedef struct hpml_custom {
     const char  *name;         /* required, copied: the kind of op in summaries, profiles, traces and errors */
     hpml_op_fn  *forward;      /* required */
     hpml_op_fn  *backward;     /* NULL: the result has no gradient */
-    hpml_op_impl kernel;       /* optional: both for hpml_backend_cuda, where src and out have addresses raw, raw_grad
-                                  of the device and halves are halves; they only launch work on hpml_cuda_stream */
+    hpml_op_impl kernel;       /* optional: forward and backward for hpml_backend_cuda; src and out have addresses raw,
+                                  raw_grad on the GPU, halves stay halves; both only launch work on hpml_cuda_stream */
     void        *user;         /* yours: node->attr.custom->user; must live as long as the context */
-    bool         one_number;   /* the result is a scalar, such as a loss */
+    bool         one_number;   /* true: the result is a scalar, such as a loss */
     int32_t      ndim;         /* dimensions of the result; 0: the result has the shape of source 0, and its `split` */
     int64_t      shape[HPML_MAX_DIMS]; /* shape of the result, for a full batch */
     int64_t      batch_rows;   /* rows of the result that belong to a sample; 0: shape[0] / batch if that is whole, else
                                   none; -1: none. Without such rows the op mixes samples: full batches only */
     uint32_t     keeps;        /* a sum of HPML_KEEP_: the values that backward reads, because others are overwritten by
                                   then; 0: all sources (but source 0 if in_place) and the result */
-    bool         in_place;     /* forward also works where the result is in the memory of source 0 */
+    bool         in_place;     /* true: forward also works where the result is in the memory of source 0 */
     bool         collective;   /* communicates with ranks that make the same calls. Also runs where run->idle, on a rank
                                   without samples, as on a full batch of zeros; runs once in a pass, never replayed */
     bool         halves;       /* backward may run twice (hpml_graph_halves), the second time for parameters, the first
@@ -1370,18 +1371,18 @@ typedef struct hpml_trainer_desc {
     int32_t       extra_count;     /* 0 to HPML_MAX_EXTRA */
     const float  *class_weights;   /* CROSS_ENTROPY: a weight for each class, copied; the loss is the sum of w[label]
                                       -log softmax(y)[label] / the sum of w[label], over a batch; NULL: all weigh 1 */
-    float         label_smoothing; /* CROSS_ENTROPY: 0 to 1 */
+    float         label_smoothing; /* CROSS_ENTROPY: part of the target, 0 to 1, spread evenly over all classes */
     float         huber_delta;     /* HUBER: difference from which on the loss is linear; 0: l1 loss */
     hpml_opt      optimizer;
     const hpml_optimizer *custom_optimizer; /* not NULL: replaces `optimizer`; your own or hpml_optimizer_find's */
     void         *optimizer_user;  /* passed to each step as hpml_update.user */
     float         lr;              /* learning rate; 0: SGD, LARS, ADAGRAD 0.01; RMSPROP, ADAM, ADAMW, LAMB 0.001 */
     float         momentum;        /* 0 to 1; SGD, RMSPROP, LARS; 0: none (LARS: 0.9) */
-    bool          nesterov;        /* SGD, LARS: Nesterov's momentum; needs a momentum */
+    bool          nesterov;        /* true: Nesterov's momentum, in SGD and LARS; needs a momentum above 0 */
     float         beta1, beta2;    /* below 1; ADAM, ADAMW, LAMB; 0: 0.9, 0.999. RMSPROP: beta2, 0: 0.99 */
     float         eps;             /* added to a square root before it divides; 0: 1e-8 (ADAGRAD 1e-10, LAMB 1e-6) */
     float         weight_decay;    /* L2: weight_decay w is added to the gradient; ADAMW, LAMB: decoupled from it */
-    bool          decay_all;       /* biases and norms decay as well */
+    bool          decay_all;       /* true: weight decay also for biases and the parameters of norms */
     float         trust;           /* LARS: a parameter's rate is lr trust |w| / (|g| + weight_decay |w|), but lr for
                                       biases and norms unless decay_all; 0: 0.001. LAMB's rate is lr |w| / |r| for
                                       all parameters (You et al. 2020, algorithm 2) */
@@ -1396,8 +1397,8 @@ typedef struct hpml_trainer_desc {
     int32_t       accumulate;      /* micro-batches of an update; each is weighted by its samples; 0: 1 */
     float         loss_scale;      /* gradients are computed times this and divided by it before use, because small ones
                                       would be 0 in halves; 0: 1, but dynamic where results are stored as F16: it begins
-                                      with 65,536; when a gradient overflows, it is halved and the update skipped; after
-                                      2,000 updates without, it is doubled (Micikevicius et al. 2018) */
+                                      with 65,536; if a gradient overflows, the scale is halved and the update skipped;
+                                      after 2,000 updates without that it is doubled (Micikevicius et al. 2018) */
     bool          keep_packed;     /* predictions and evaluations keep the packed weights of convolutions until the
                                       parameters change: the same bits, faster for few samples at a time, for more
                                       memory (hpml_memory.packed); see hpml_graph_desc */
@@ -1442,7 +1443,7 @@ typedef struct hpml_step_info {
     float    accuracy;           /* 0 to 1, of this step's samples in training; -1: loss is not CROSS_ENTROPY */
     float    lr;                 /* learning rate of this update */
     float    grad_norm;          /* norm of all gradients, unclipped; -1 without clip_norm and dynamic loss scale */
-    bool     skipped;            /* a gradient overflowed: no update was made, and the loss scale is halved */
+    bool     skipped;            /* true: a gradient overflowed, so no update was made, and the loss scale is halved */
     int64_t  samples;            /* of this step */
     double   seconds;            /* seconds since the start of fit; without fit, of this step */
     double   samples_per_second; /* since the start of fit; 0 without fit */
@@ -1474,20 +1475,20 @@ typedef struct hpml_metrics {
     double   mae, rmse; /* MSE, HUBER: mean of |output - target|, root of the mean of its square; -1 for other losses */
     double   r2;        /* MSE, HUBER: 1 - (sum of squared errors) / (sum of squared distances of the targets from their
                            mean); 0 for other losses and for targets that are all equal */
-    double   precision; /* BCE: of the outputs above 0, the part whose target is above 1/2; of the targets above 1/2, */
-    double   recall;    /* the part whose output is above 0; -1 for other losses, and for a part of nothing */
+    double   precision; /* BCE: part of the outputs above 0 whose target is above 1/2; -1: no such output, other loss */
+    double   recall;    /* BCE: part of the targets above 1/2 whose output is above 0; -1: no such target, other loss */
 } hpml_metrics;
 
 /* The results of an epoch, or of the part of an epoch that a call of fit trained on. */
 typedef struct hpml_epoch {
     int64_t epoch;      /* its number, from 0 */
-    int64_t step;       /* updates of the trainer until its end */
+    int64_t step;       /* updates of the trainer until the end of this epoch */
     int64_t samples;    /* samples trained on */
-    double  loss;       /* mean over these samples, each as of the step that trained on it */
-    double  accuracy;   /* likewise; -1: loss is not CROSS_ENTROPY */
+    double  loss;       /* mean over the samples trained on, each with the parameters of its step */
+    double  accuracy;   /* 0 to 1, of the samples trained on, as loss; -1: loss is not CROSS_ENTROPY */
     float   lr;         /* learning rate of the next update */
-    bool    validated;  /* the fields val_ have values */
-    bool    best;       /* no earlier epoch of this call of fit had as small a val_loss */
+    bool    validated;  /* true: val_loss and val_accuracy have values */
+    bool    best;       /* true: no earlier epoch of this call of fit had as small a val_loss */
     double  val_loss, val_accuracy; /* of hpml_fit_desc.validation, as in hpml_metrics */
     double  seconds;    /* seconds since the start of fit */
 } hpml_epoch;
@@ -1508,7 +1509,7 @@ typedef struct hpml_fit_desc {
     int32_t       patience;                /* fit ends after so many epochs in a row without a val_loss that is smaller
                                               than the smallest one before; 0: it does not. Needs .validation */
     float         min_delta;               /* a val_loss counts as smaller only if it is smaller by more than this */
-    bool          keep_best;               /* at the end of fit the parameters become those of the epoch with the
+    bool          keep_best;               /* true: at the end of fit the parameters become those of the epoch with the
                                               smallest val_loss, of which this call keeps a copy in host memory; the
                                               optimizer's state stays. Needs .validation; with .checkpoint the epoch's
                                               checkpoint stays as path.best, which .resume reads, too */
@@ -1516,8 +1517,8 @@ typedef struct hpml_fit_desc {
                                               checkpoint_minutes; if both are 0, after each epoch; and at its end */
     int64_t       checkpoint_steps;        /* 0: not by updates */
     double        checkpoint_minutes;      /* 0: not by time */
-    int32_t       checkpoint_keep;         /* files that stay: the path, then path.1, the one before, ...; 0: 1 */
-    bool          resume;                  /* begins by loading the newest of these files, if there is one; then fit
+    int32_t       checkpoint_keep;         /* checkpoints that stay: path, path.1 (the one before) and so on; 0: 1 */
+    bool          resume;                  /* true: begins by loading the newest file of .checkpoint, if any; then fit
                                               ends with epoch number `epochs` of the whole training. A program that is
                                               run again so goes on where it was interrupted */
     const char   *log;                     /* fit appends a line of JSON to this file for each step and each epoch, on
@@ -1552,12 +1553,12 @@ HPML_API hpml_status hpml_trainer_predict_data(hpml_trainer *t, hpml_dataset *da
 typedef enum hpml_pass_kind { HPML_PASS_TRAIN = 0, HPML_PASS_FORWARD, HPML_PASS_BACKWARD, HPML_PASS_EVALUATE,
                               HPML_PASS_UPDATE, HPML_PASS_AGAIN } hpml_pass_kind;
 typedef struct hpml_moment {
-    hpml_pass_kind   pass;    /* in hook run: TRAIN; update: UPDATE; pass: TRAIN or EVALUATE. In need, release and grad,
-                                 what the op does: FORWARD, BACKWARD, EVALUATE (forward without training), or AGAIN
-                                 (forward again within the backward pass, hpml_recompute) */
+    hpml_pass_kind   pass;    /* kind of pass in which a hook is called. Hook `run`: TRAIN; `update`: UPDATE; `pass`:
+                                 TRAIN or EVALUATE; `need`, `release`, `grad`: that of their op: FORWARD, BACKWARD,
+                                 EVALUATE (forward, not training), AGAIN (forward for backward: hpml_recompute) */
     int32_t          batch, batches; /* index of the micro-batch in its update, from 0; micro-batches of an update */
-    int64_t          step;    /* updates before this one; in EVALUATE, like .batch, that of the last training step */
-    int              param;   /* index in the context of the parameter; -1: none (run, update, pass) */
+    int64_t          step;    /* updates before this one; EVALUATE: step and batch are of the last training step */
+    int              param;   /* index of the parameter of a hook need, release, grad; -1 in hooks run, update, pass */
     const hpml_node *node;    /* need, release: the op that reads the parameter; grad: the op that has added the last
                                  part of its gradient; NULL: none */
 } hpml_moment;
@@ -1615,7 +1616,7 @@ typedef struct hpml_hooks {
     hpml_status (*agree)(void *user, hpml_trainer *t, double *values, int64_t n);
     hpml_status (*file)(void *user, hpml_trainer *t, const char *path, bool load);
 } hpml_hooks;
-#define HPML_MAX_HOOKS 8 /* sets of hooks of a trainer */
+#define HPML_MAX_HOOKS 8 /* most sets of hooks of a trainer */
 /* For hooks `need` that fetch parameters ahead of time: returns the op that runs in the same pass after the present one
    or, if called with the same *place again, after the one returned before; NULL: no op follows. *place: 0 at first */
 HPML_API const hpml_node *hpml_graph_ahead(const hpml_graph *g, int *place);
@@ -1742,7 +1743,7 @@ struct hpml_dataset {
     hpml_fill_fn *fill;                 /* not NULL: makes the samples; x and y are NULL; y_size 0: unlabelled */
     void       *fill_user;
     const int64_t *order;               /* private; sample i is sample order[i] of the arrays; NULL: i */
-    int64_t     first;                  /* private; added to the numbers of `fill` */
+    int64_t     first;                  /* private; added to each sample's number before `fill` gets it */
     void       *owner;                  /* private */
 };
 
@@ -1827,22 +1828,22 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
    H, W) are first cropped to (.., k, k): at a random place; with in_order and in evaluation, in the middle. */
 typedef struct hpml_augment {
     int32_t shift;  /* shift by up to this many pixels in each direction, filled with zeros (as padding and cropping) */
-    bool    flip;   /* mirror left to right with probability 1/2 */
+    bool    flip;   /* true: mirrors left to right with probability 1/2 */
     int32_t cutout; /* side of a random square that is set to zero, in pixels */
 } hpml_augment;
 
 typedef struct hpml_loader_desc {
     uint32_t     _begin;
     int32_t      batch;      /* samples per batch of this rank; required (fit: 0 = the trainer's) */
-    bool         in_order;   /* samples are not shuffled */
-    bool         drop_last;  /* skip a last batch that is not full */
-    bool         no_prefetch; /* prepare batches in the caller's thread instead of a background thread; same batches */
+    bool         in_order;   /* true: samples are not shuffled */
+    bool         drop_last;  /* true: skips a last batch that is not full */
+    bool         no_prefetch; /* true: the caller's thread prepares batches, not a background thread; same batches */
     uint64_t     seed;       /* seed of order and augmentation; 0: the context's */
     int32_t      rank, ranks; /* this rank takes shard number `rank` of each global batch; ranks 0: 1 (in fit: set by
                                  hpml_distribute). If each rank already has only its own part of the data: 0 and 1 */
     int64_t      global_batch; /* samples of all ranks; 0: ranks * batch. Shards are near-equal, at most `batch` */
     int64_t      grain;        /* samples that stay together on one rank (a leaf of hpml_comm.h's exact mode); 0: 1 */
-    int64_t      samples_per_epoch; /* 0: all of the data; more than the data: they are shuffled again each round */
+    int64_t      samples_per_epoch; /* 0: all of the data; more: the data again, in a new order */
     hpml_augment augment;
     uint32_t     _end;
 } hpml_loader_desc;
@@ -1901,7 +1902,7 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
    together, and an error of one is an error on all. Each rank loads by itself and keeps its part, so a file fits any
    groups. */
 HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype);
-HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all or none; ignores other tensors */
+HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* loads all or none; ignores other tensors */
 
 /* Loads parameters from a file whose names or shapes are another program's. The name in the file of parameter N is N
    itself or, by the first pair of the map whose `to` is N's pattern, `from`; then behind `prefix`. In `to` and `from` a
@@ -1913,10 +1914,10 @@ typedef struct hpml_rename {
 } hpml_rename;
 typedef struct hpml_load_desc {
     uint32_t           _begin;
-    const char        *prefix;    /* of all names in the file; NULL: none */
+    const char        *prefix;    /* text in front of all names in the file; NULL: none */
     const hpml_rename *map;       /* (map_count) */
     int32_t            map_count;
-    bool               skip_missing; /* parameters that the file lacks stay as they are; else they are an error */
+    bool               skip_missing; /* true: parameters that the file lacks stay as they are; false: an error */
     uint32_t           _end;
 } hpml_load_desc;
 HPML_API hpml_status hpml_params_load_as(hpml_ctx *ctx, const char *path, const hpml_load_desc *desc);
@@ -1934,7 +1935,7 @@ typedef struct hpml_model_desc {
                                          order in which ops read them */
     int32_t             input_count;
     hpml_dtype          dtype;        /* of the values in the file: F32, BF16 or F16 */
-    const hpml_meta    *meta;         /* (meta_count) yours: names of classes, scales; keys without "hpml." in front */
+    const hpml_meta    *meta;         /* (meta_count) your own, as names of classes; no key may begin with "hpml." */
     int32_t             meta_count;
     uint32_t            _end;
 } hpml_model_desc;
@@ -1974,7 +1975,7 @@ typedef struct hpml_trace_desc {
     int64_t  first_step, last_step; /* steps that are traced, counted from 0; last_step 0: no end */
     int64_t  capacity;              /* events kept, of 72 bytes; older ones are overwritten; 0: 65,536 */
     double   origin;                /* hpml_now() at time 0 of the file, in seconds; 0: at the first event's start */
-    bool     arrows;                /* draws arrows from send to receive of collectives' messages: two events each */
+    bool     arrows;                /* true: arrows from send to receive of collectives' messages: two events each */
     uint32_t _end;
 } hpml_trace_desc;
 enum { HPML_LANE_COMPUTE = 0, HPML_LANE_COMM, HPML_LANE_IO, HPML_LANE_GPU, HPML_LANE_STEP }; /* lanes of events */
@@ -1999,7 +2000,7 @@ typedef struct hpml_trace_event {
     const char *name;         /* required */
     double      start, end;   /* seconds of hpml_now; COUNTER, SEND and RECEIVE use only the start */
     const char *first, *last; /* SPAN: first and last tensor sent; last NULL: one tensor; both NULL: none */
-    int32_t     bucket;       /* SPAN: number of those tensors' bucket, from 1; 0: none */
+    int32_t     bucket;       /* SPAN: number, from 1, of the group of tensors sent together; 0: none */
     int64_t     number;       /* SPAN: bytes, 0: unknown. STEP: the step. SEND, RECEIVE: an id, equal at both */
     double      value;        /* COUNTER; NaN and infinity are not written */
 } hpml_trace_event;
@@ -2099,8 +2100,8 @@ typedef struct hpml_codec_desc {
     float             momentum;     /* TOPK: momentum correction; the optimizer must then have no momentum */
     int32_t           lowrank;      /* LOWRANK: the rank of P Q^T; 0: 2 */
     int64_t           min_elements; /* all but NONE and BF16: smaller tensors and vectors are sent as NONE; 0: 256 */
-    bool              compress_all; /* vectors and small tensors are packed too, except those that would grow */
-    bool              no_feedback;  /* no residual: fine for BF16; for ONEBIT only an experiment that must fail */
+    bool              compress_all; /* true: vectors and small tensors are packed too, except those that would grow */
+    bool              no_feedback;  /* true: no residual. Fine for BF16; with ONEBIT a training then fails */
     uint64_t          seed;         /* seed of codecs that round at random; 0: in an exchange the context's */
     uint32_t          _end;
 } hpml_codec_desc;
@@ -2148,10 +2149,10 @@ HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const v
    has. Several threads call the functions at the same time, with arrays in host memory. */
 struct hpml_codec {
     const char *name;
-    bool        linear;        /* the packed form is f32, and packed sums decode to sums: any allreduce adds it */
+    bool        linear;        /* true: packed rows are f32, and sums of packed rows decode to sums of gradients */
     bool        has_residual;  /* encode keeps what it lost in the residual; false: residual is NULL */
-    bool        exempts_small; /* vectors and small tensors are sent as NONE */
-    bool        whole_tensors; /* TOPK, LOWRANK: do not pack rows, so the functions below are NULL */
+    bool        exempts_small; /* true: vectors and small tensors are packed by the codec NONE */
+    bool        whole_tensors; /* true (TOPK, LOWRANK): does not pack rows, so the functions below are NULL */
     size_t (*row_size)(const hpml_codec_desc *desc, int64_t cols); /* bytes of a packed row */
     hpml_status (*encode)(const hpml_packing *p, void *packed, float *residual, const float *grad, int64_t rows,
                           const hpml_encode_info *info); /* info is never NULL */
@@ -2349,11 +2350,11 @@ HPMLI_COMPILE_FAST_BEGIN
    next row (a_row, b_k, ldc) and the next column (a_k, b_col), so A and B may be transposed. Zero the struct first. */
 typedef struct hpmli_gemm_desc {
     int64_t      m, n, k;
-    const float *a;             /* (m, k): a[i * a_row + p * a_k] */
+    const float *a;             /* (m, k): element (i, p) is a[i * a_row + p * a_k] */
     int64_t      a_row, a_k;
-    const float *b;             /* (k, n): b[p * b_k + j * b_col] */
+    const float *b;             /* (k, n): element (p, j) is b[p * b_k + j * b_col] */
     int64_t      b_k, b_col;
-    float       *c;             /* (m, n): c[i * ldc + j] */
+    float       *c;             /* (m, n): element (i, j) is c[i * ldc + j] */
     int64_t      ldc;
     float        alpha, beta;   /* factors of A B and of C; beta 0: C is not read; alpha 0: A and B are not */
     const float *bias_n;        /* (n) numbers added to each row of C, or NULL */
@@ -2385,14 +2386,14 @@ typedef enum hpmli_word { HPMLI_WORD_PAIR, HPMLI_WORD_BYTES, HPMLI_WORD_BF16, HP
 typedef struct hpmli_words_part {
     hpmli_word  word;
     int64_t     k;
-    const void *a;             /* (m, k): a[i * a_row + p * a_k] */
+    const void *a;             /* (m, k): element (i, p) is a[i * a_row + p * a_k] */
     int64_t     a_row, a_k;
-    const void *b;             /* (k, n): b[p * b_k + j * b_col] */
+    const void *b;             /* (k, n): element (p, j) is b[p * b_k + j * b_col] */
     int64_t     b_k, b_col;
-    void       *c;             /* (m, n): c[i * ldc + j] */
+    void       *c;             /* (m, n): element (i, j) is c[i * ldc + j] */
     int64_t     ldc;
     float       alpha, beta;   /* bf16 */
-    bool        accumulate;    /* bytes: adds to C */
+    bool        accumulate;    /* of bytes, true: adds to C */
     int64_t     i0, i1, j0, j1;
     uint32_t   *ws;            /* working memory of this thread, HPMLI_WORDS_WS words */
 } hpmli_words_part;
@@ -2440,10 +2441,10 @@ typedef struct hpmli_conv {
     int64_t    x_floats;               /* floats of the padded image of x and memory behind it that tiles touch */
     int64_t    x_first;                /* offset of the first pixel of the padded image that is not padding */
     int64_t    y_floats;               /* floats of the image of dy and memory behind it that tiles touch */
-    bool       nhwc;                   /* x and y are NHWC */
-    int64_t    x_pixel, y_pixel;       /* distance of pixels in x and y, NHWC; else 1 */
-    int64_t    x_row_step;             /* floats in x from the first that a row of y reads to the next row's */
-    int64_t    x_pixel_step;           /* floats in x from the first that a pixel of y reads to the next one's */
+    bool       nhwc;                   /* true: x and y are NHWC */
+    int64_t    x_pixel, y_pixel;       /* floats from a pixel of x, of y, to the next one in its row: NCHW 1 */
+    int64_t    x_row_step;             /* floats in x between the first ones that adjacent rows of y read */
+    int64_t    x_pixel_step;           /* floats in x between the first ones that adjacent pixels of y read */
     int64_t    runs[2];                /* a pixel of y reads runs[0] x runs[1] contiguous runs of x */
     int64_t    run_floats;             /* length of a run in floats */
     int64_t    run_step[2];            /* floats in x from a run's begin to the next run's: by rows, by columns */
@@ -2453,12 +2454,12 @@ typedef struct hpmli_conv {
     bool       want_dx, want_dw, want_db;
     int64_t    sums, sum_floats;       /* backward: number and size of partial sums of dw and db */
     int64_t    images_at_once;         /* backward: images whose dw is summed by one product */
-    bool       by_channels;            /* backward: dw is summed over all images, in tasks for some channels each */
+    bool       by_channels;            /* backward, true: dw is summed over all images, in tasks for some channels */
     float     *all_x, *all_dy, *all_dw; /* by_channels: x and dy of all images in NHWC order; dw as tiles store it */
     int64_t    images_forward;         /* forward: images of a task; above 1 tiles have a pixel of each image */
     float     *weights;                /* (groups x OC, C, taps); forward: perhaps a scaled copy, see >>conv-kept */
     const float *bias;                 /* forward: (groups x OC) */
-    const float *scale;                /* kept: factors of the weights, (groups x OC); NULL: none */
+    const float *scale;                /* factors of packed weights (>>conv-kept), (groups x OC); NULL: none */
     hpml_act   act;                    /* forward: the node's activation, or that of the batchnorm folded into it */
     float     *packed;                 /* packed weights: (groups, packed_floats) */
     float     *sum_space;              /* partial sums: (sums, sum_floats) */
@@ -2475,7 +2476,7 @@ typedef struct hpmli_conv {
 } hpmli_conv;
 
 /* Describes sums y[p] = start + (sum over k < taps of w[k] x[p + at[k]]) for p < n, in each of `rows` rows, which are
-   y_row and x_row floats apart. wide: w[k] and start are vectors of HV_LANES numbers, p counts such vectors' lanes. */
+   y_row and x_row floats apart. wide: w[k] and start are vectors; y[p] uses number p % HV_LANES of each. */
 typedef struct hpmli_conv_taps {
     int64_t        rows, n, y_row, x_row, taps;
     const int32_t *at;
@@ -2514,16 +2515,16 @@ typedef void hpmli_conv_tile_fn(HPMLI_CONV_TILE_ARGS);
 typedef struct hpmli_lstm_cells {
     int64_t      rows, units, T, H;
     int64_t      c_step, h_step; /* floats from a sample's numbers to the next sample's, in cells and in h */
-    bool         first, last; /* no state before this time step; no gradient from a time step after this one */
+    bool         first, last; /* true: no state before this time step; no gradient from a later time step */
     const float *bias;        /* forward: (4, H) */
     float       *gates;       /* (B, T, 4, H) forward: products with x, then gates i f g o; backward: these gates, then
                                  da, the gradient of a, the numbers that sigmoid and tanh make gates of */
     float       *cells;       /* (B, T, H) c, or (B, T + 1, H) with those before the first time step */
     float       *h;           /* forward: result h; backward: dy, its gradient; (B, T, H), or the first half of the rows
                                  of (B, T, 2H) */
-    const float *sums;        /* forward: (rows, 4, units) h W_h^T of the step before, which is not read at the first;
-                                 backward: (rows, units) da W_h of the step after, which is not read at the last */
-    float       *next;        /* forward: (B, H) a copy of h; backward: (B, 4, H) a copy of da */
+    const float *sums;        /* forward: (rows, 4, units) h W_h^T, h of the step before; not read if .first;
+                                 backward: (rows, units) da W_h, da of the step after; not read if .last */
+    float       *next;        /* forward: (B, H) a copy of h; backward: (B, 4, H) a copy of da (see .gates) */
     float       *dc;          /* backward: (B, H) gradient of c from the step after; becomes that for the step before */
 } hpmli_lstm_cells;
 
@@ -2572,7 +2573,7 @@ typedef struct hpmli_kernels {
        rows, which begin `stride` floats apart in `sums` */
     void (*gemm_part)(const hpmli_gemm_part *part);
     void (*gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t stride);
-    bool has_byte_dot, has_bf16_dot; /* words_part has code for CPUs with the instruction */
+    bool has_byte_dot, has_bf16_dot; /* words_part has code for HPMLI_BYTE_DOT, for HPMLI_BF16_DOT */
     void (*words_part)(const hpmli_words_part *part); /* computes a rectangle of a product of bytes or bf16 */
     /* Writes numbers first .. first + n - 1 of a random stream to out; kind: 32-bit words, uniform or normal floats. */
     void (*random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n);
@@ -2583,7 +2584,7 @@ typedef struct hpmli_kernels {
     void (*onebit_carry)(float *e, float low, float high, int64_t n);
     void (*onebit_decode)(float *y, const uint8_t *bits, float low, float high, int64_t n);
     void (*onebit_decode_add)(float *y, const uint8_t *bits, float low, float high, int64_t n);
-    bool (*bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n); /* false: not finite in bf16 */
+    bool (*bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n); /* false: e + g not finite in bf16 */
     void (*bf16_decode_add)(float *y, const void *packed, int64_t n);
     bool (*twobit_encode)(uint8_t *packed, float *e, const float *g, float threshold, int64_t n); /* false: NaN, inf */
     void (*twobit_decode)(float *y, const uint8_t *packed, float threshold, int64_t n);
@@ -2635,7 +2636,7 @@ typedef struct hpmli_block {
     hpmli_destroy_fn      *destroy;
     size_t              size; /* bytes taken from the allocator, header included */
 } hpmli_block;
-#define HPMLI_BLOCK 64 /* bytes of a header; the memory after it stays aligned to a cache line */
+#define HPMLI_BLOCK 64 /* bytes of the header; the memory behind it stays aligned to a cache line */
 
 typedef struct hpmli_pool  hpmli_pool;  /* see >>threads */
 typedef struct hpmli_trace hpmli_trace; /* see >>trace */
@@ -2677,11 +2678,11 @@ struct hpml_ctx {
     int                  node_count; /* recorded nodes: the next node's index, used in names and masks */
     int64_t              source_count; /* sources of all recorded nodes together */
     int                  segment, segments; /* the segment to which recorded ops belong, 0: none; number of segments */
-    bool                 shares;     /* a layer whose parameter exists uses it, see hpml_share */
+    bool                 shares;     /* true: a layer whose parameter exists uses it, see hpml_share */
     struct hpmli_kind   *kinds;      /* (kind_count) kinds of layers, for default names */
     int64_t              kind_count, kind_capacity;
-    bool                 deferred;   /* trainers take their memory late, see hpml_ctx_defer */
-    int                  group_nodes;    /* nodes that only groups need, which names and masks do not count */
+    bool                 deferred;   /* true: trainers take their memory late, see hpml_ctx_defer */
+    int                  group_nodes;    /* nodes that only groups need; default names and masks do not count them */
     hpml_group           groups[HPML_AXES]; /* the group of each hpml_axis; size 0: none is set */
     hpml_node            spare;      /* a dummy node that hpmli_node_create returns after an error */
     hpmli_trace         *trace;      /* the timeline; NULL: none is recorded */
@@ -2907,7 +2908,7 @@ HPML_API void hpml_ctx_release(hpml_ctx *ctx, void *object) { hpmli_free(ctx, ob
 // ---------------------------------------------------------------------------------------------------------------------
 HPML_API double hpml_now(void)
 {
-#if defined(CLOCK_MONOTONIC) && !(defined(_WIN32) && defined(HPML_NO_THREADS)) /* there libwinpthread has it */
+#if defined(CLOCK_MONOTONIC) && !(defined(_WIN32) && defined(HPML_NO_THREADS)) /* needs libwinpthread on Windows */
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
@@ -3414,8 +3415,8 @@ HPML_API float hpml_rng_uniform(hpml_rng *r) { return (float)(hpml_rng_u32(r) >>
 
 HPML_API float hpml_rng_normal(hpml_rng *r)
 {
-    /* The Box-Muller transform makes two numbers from two random words, here from the words at positions j and j + half
-       a chunk of the stream; these two are the numbers at positions j and j + half a chunk. */
+    /* The Box-Muller transform makes two numbers from two random words, here from words j and j + h of the stream, with
+       h = HPMLI_PHILOX_CHUNK / 2; the two results are numbers j and j + h of the stream. */
     uint64_t i    = r->counter++, j = i & ~(uint64_t)(HPMLI_PHILOX_CHUNK / 2);
     uint32_t a    = hpmli_rng_word(r, j), b = hpmli_rng_word(r, j + HPMLI_PHILOX_CHUNK / 2);
     float    x, y;
@@ -3809,7 +3810,7 @@ HPMLI_FN void hpmli_broadcast_make(hpmli_broadcast_iter *w, const hpml_tensor *o
 {
     const hpml_tensor *src[2] = { a, b };
     w->ndim = 0;
-    for (int i = 0; i == 0 || i < out->ndim; i++) { /* from the outermost; joins i to i - 1 if a and b allow */
+    for (int i = 0; i == 0 || i < out->ndim; i++) { /* from the outermost; joins i to i - 1 if both strides fit */
         bool    last = i + 1 >= out->ndim;
         int64_t size = out->shape[i], stride[2];
         for (int s = 0; s < 2; s++) {
@@ -3950,8 +3951,8 @@ enum {
     HPMLI_OP_INDEX_0     = 4,   /* source 0 (INDEX_1: source 1) is indices (tokens, labels): I32, no gradient */
     HPMLI_OP_INDEX_1     = 8,
     HPMLI_OP_PRODUCT     = 16,  /* a matrix product; weights are rounded where results are stored in halves */
-    HPMLI_OP_PAIRS_ROWS  = 32,  /* row i of the result reads row i of each source with as many dimensions; with INDEX_1
-                                   of each source */
+    HPMLI_OP_PAIRS_ROWS  = 32,  /* row i of the result reads row i of all sources that have as many dimensions as
+                                   the result; with INDEX_1, of all sources */
     HPMLI_OP_JOINS_BATCH = 64,  /* results depend on the whole global batch: ranks without samples take part */
     HPMLI_OP_IS_MEAN     = 128, /* a loss: the mean over the rows or elements of source 0 */
     HPMLI_OP_KEEPS_SUM   = 256, /* `saved` is the sum before the activation, an array of the result's shape */
@@ -4257,7 +4258,7 @@ HPMLI_FN bool hpmli_split_matmul(hpml_tensor **src, const int m_k[2], const int 
 {
     const hpml_tensor *a = src[0], *b = src[1];
     const int          last = a->ndim - 1;
-    bool alike  = a->split[m_k[1]] == b->split[k_n[0]], rows = false; /* rows: a rank has some of all rows of a */
+    bool alike  = a->split[m_k[1]] == b->split[k_n[0]], rows = false; /* rows: a's rows are split over TENSOR */
     alike = alike && hpmli_sections(a, m_k[1]) == hpmli_sections(b, k_n[0]);
     memset(split, 0, HPML_MAX_DIMS);
     for (int i = 0; i < last - 1 && alike; i++) {
@@ -4372,8 +4373,8 @@ HPMLI_FN bool hpmli_split_reshape(const hpml_tensor *x, int ndim, const int64_t 
 // ---------------------------------------------------------------------------------------------------------------------
 /* Private state of a node; allocated together with the node. */
 struct hpmli_node_state {
-    hpml_tensor *out_root[2], *grad_root;      /* tensors in whose memory the lives of the value, and the gradient, of
-                                                  the result are; out_root[0] NULL: in no graph */
+    hpml_tensor *out_root[2], *grad_root;      /* tensors in whose memory the result is in each life, and its gradient;
+                                                  out_root[0] NULL: the node is in no graph */
     int          order, at[8];                 /* place among the graph's nodes; at[m]: place of entry m (hpmli_move) */
     int          segment;                      /* number of the segment; 0: none */
     hpml_retain_how how;                       /* whether the segment's results are kept, computed again or swapped */
@@ -4383,11 +4384,11 @@ struct hpmli_node_state {
                                                   again always has one */
     bool         second;                       /* true: backward runs the half WEIGHTS, for the sources in .late */
     unsigned     late;                         /* bits of the sources whose gradients are in the half WEIGHTS */
-    char        *copy;                         /* (slots, copy_bytes) what is swapped out: the result, then n->saved */
+    char        *copy;                         /* (slots, copy_bytes) host copy if swapped: the result, then n->saved */
     size_t       copy_bytes, copy_saved;       /* bytes of .copy for a slot; of these, those of n->saved */
     double       copied;                       /* time, in operations of the forward pass, when .copy is written */
     int64_t      copying;                      /* number of the node's last copy, see >>swap */
-    void        *raw[2], *saved[2];            /* in both lives: address of the result, if its own root; of n->saved */
+    void        *raw[2], *saved[2];            /* [life]: address of the result, if in memory of its own; of n->saved */
     struct hpml_update *update[HPML_MAX_SRC];  /* not NULL: the optimizer step of this source, taken when backward has
                                                   made its gradient final. A CPU op that takes the step sets n to 0 */
     /* Of a convolution or batchnorm in a graph that predicts, see >>conv-kept: */
@@ -4395,7 +4396,7 @@ struct hpmli_node_state {
                                                   convolution; NULL: none */
     bool         keeps;                        /* true: a convolution that keeps packed weights from pass to pass */
     bool         expands;                      /* true: convolution of one image, whose rows it may compute as one */
-    size_t       kept_at, kept_bytes;          /* memory of what is kept: offset in the graph's packed memory, size */
+    size_t       kept_at, kept_bytes;          /* kept packed weights: offset in the graph's packed memory, size */
     size_t       kept_scratch;                 /* bytes of scratch memory that a convolution which keeps needs */
     float       *kept_memory;
     /* Of an op whose tensors are stored as halves (>>half), which runs on one block of samples after another: */
@@ -4415,7 +4416,7 @@ HPMLI_FN hpml_dtype hpmli_activation_dtype(const hpml_ctx *ctx)
 
 typedef struct hpmli_kind { /* layers of a kind, such as "linear", that are recorded */
     char    name[48];
-    int64_t count, kept; /* kept: as of the last op that was recorded; after an error the others do not count */
+    int64_t count, kept; /* kept: count when the last op was recorded; after an error count returns to it */
 } hpmli_kind;
 
 /* Returns a copy of `name` or, if that is NULL or empty, "<kind><number of the layer among those of its kind>". */
@@ -4846,7 +4847,7 @@ HPMLI_FN void hpmli_init_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_init_job *j = (const hpmli_init_job *)arg;
     int64_t i = task * HPMLI_GRAIN, end = i + HPMLI_GRAIN < j->n ? i + HPMLI_GRAIN : j->n;
-    for (int64_t at = i, run; j->drawn && at < end; at += run) { /* a part has the whole's numbers */
+    for (int64_t at = i, run; j->drawn && at < end; at += run) { /* a part gets the numbers of its place in the whole */
         int64_t place = hpmli_whole_place(j->t, at, &run);
         j->ctx->k->random(j->normal ? HPMLI_NORMAL : HPMLI_UNIFORM, j->w + at, j->ctx->seed, j->stream,
                           (uint64_t)place, hpmli_min(run, end - at));
@@ -5093,7 +5094,7 @@ HPMLI_FN bool hpmli_rows_fit(hpml_ctx *ctx, hpml_node *const *nodes, int count)
    alive at all times of the tree node, and `part`, of arrays alive at some of them. A life is cut into at most two tree
    nodes a level; it can collide only with the `part` lists of these and the `whole` lists of the tree nodes above. */
 typedef struct hpmli_life {
-    size_t   bytes, offset; /* offset: before the array is placed, its number, for a stable order */
+    size_t   bytes, offset; /* offset: place in memory; until placed, the array's number, so that sorting is stable */
     int      from, to;      /* first and last time at which the array is needed */
     void   **place;         /* set to the address when memory is allocated */
 } hpmli_life;
@@ -5259,10 +5260,10 @@ typedef struct hpmli_list {
 
 typedef struct hpmli_slot { /* memory for the arrays of a part, and the pass that has written to it */
     int      part;          /* place in hpml_graph.parts */
-    size_t   base;          /* bytes: where its HELD arrays begin in the arena */
+    size_t   base;          /* offset in bytes, in hpml_graph.arena, of its HELD arrays */
     int64_t  first, samples; /* index in the batch of the pass's first sample; number of its samples */
     int64_t  sample;        /* number of the first sample in the global batch */
-    bool     idle;          /* the pass had no samples */
+    bool     idle;          /* true: the pass had no samples */
     bool     train;
     uint64_t step;
 } hpmli_slot;
@@ -5279,15 +5280,15 @@ struct hpml_graph {
     hpmli_list    *parts;      /* (part_count) parts that this rank runs: at first one, all nodes */
     int64_t        part_capacity, slot_capacity;
     int            part_count;
-    bool           cut;        /* hpml_graph_part has named the parts */
-    bool           halves;     /* backward passes have two halves, see hpml_graph_halves */
+    bool           cut;        /* true: hpml_graph_part has been called, and gave the parts */
+    bool           halves;     /* true: backward passes have two halves, see hpml_graph_halves */
     hpmli_slot    *slots;      /* (slot_count) */
     int            slot_count, slot;  /* slot: the current one, to whose memory all tensors point */
     double         ops_per_byte; /* operations that take as long as copying a byte to the host */
     hpml_memory    memory;
-    hpmli_copier  *copier;     /* copies what is swapped; NULL: nothing is */
-    bool           copies_wait; /* no ops run during a copy, because a budget has no memory for this */
-    void          *elsewhere;  /* unused address of an input that has its memory from another graph */
+    hpmli_copier  *copier;     /* copies swapped results to and from the host; NULL: no result is swapped */
+    bool           copies_wait; /* true: ops wait for each copy of a swap, because a budget allows no more memory */
+    void          *elsewhere;  /* receives, unused, the planned address of an input that another graph allocated */
     char          *arena;      /* memory of activations, their gradients and scratch, on the device */
     float         *grads;      /* gradients of all parameters, in order of recording, each 64-byte aligned */
     int64_t        grad_count; /* floats */
@@ -5307,7 +5308,7 @@ struct hpml_graph {
     hpml_hooks     any;        /* each field: a hook of that name of one of the sets; NULL: no set has one */
     hpml_moment    at;         /* the present pass, micro-batch, step and op, as hooks get them */
     int            entry;      /* place, in the list of the current part, of the entry that runs now */
-    bool           last;       /* the last micro-batch of an update: gradients become final, hooks are called */
+    bool           last;       /* true: the last micro-batch of an update: gradients become final, hooks are called */
     hpml_update   *updates;    /* (param_count) optimizer steps to take during the backward pass; NULL: none */
     bool           predicts;   /* hpml_graph_desc.predict */
     bool           keep_packed; /* hpml_graph_desc.keep_packed */
@@ -5544,7 +5545,7 @@ HPMLI_FN void hpmli_part_choose(hpml_graph *g, const hpmli_list *p)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>list-swap   the list of entries: when copies of swapped results begin and end
 // ---------------------------------------------------------------------------------------------------------------------
-/* True if a thread copies what is swapped, while ops run; else ops wait for each copy (>>swap). */
+/* True if a thread copies swapped results while ops run; else ops wait for each copy (>>swap). */
 HPMLI_FN bool hpmli_copies_ahead(const hpml_graph *g)
 {
 #ifdef HPML_NO_THREADS
@@ -5580,7 +5581,7 @@ HPMLI_FN int hpmli_list_gone(hpml_graph *g, hpmli_list *p, int node, int to, dou
 /* Adds to the list p the entries of the forward pass: of each node FORWARD, and of swapped ones OUT and GONE. */
 HPMLI_FN void hpmli_list_forward(hpml_graph *g, hpmli_list *p)
 {
-    double now = 0, free = 0; /* the time; when all copies that have begun are done */
+    double now = 0, free = 0; /* the time; the time when all copies begun before are done */
     int    gone = p->from;    /* nodes before this one have their GONE, if they are swapped */
     for (int i = p->from; i < p->to; i++) {
         hpmli_entry_add(g, p, i, HPMLI_FORWARD);
@@ -5598,7 +5599,7 @@ HPMLI_FN void hpmli_list_forward(hpml_graph *g, hpmli_list *p)
 
 /* Chooses when copies back from the host begin: for each entry k that is an IN, writes to fetch[k] the entry, of the
    same half of the backward pass, before which the copy has to begin, so that all copies, one after another, are done
-   in time. old: (count) the entries of the pass; at[k]: the time before entry k; late: the half WEIGHTS' first. */
+   in time. old: (count) the entries of the pass; at[k]: the time before entry k; late: first entry of WEIGHTS. */
 HPMLI_FN void hpmli_fetch_choose(const hpml_graph *g, const hpmli_entry *old, int count, int late, const double *at,
                                  int *fetch)
 {
@@ -5675,8 +5676,8 @@ typedef struct hpmli_use {      /* how a part uses the result of a node, or an i
     int  last[2];               /* time (number of an entry) at which each life of the value ends */
     int  readers[2];            /* for each life: number of entries, forward or again, that read it */
     int  grad_first, grad_last; /* first and last time of the gradient's life */
-    bool grad_written;          /* a node's backward, or the caller, writes the gradient */
-    bool crosses;               /* a later node that is in another part reads the result */
+    bool grad_written;          /* true: a node's backward, or the caller, writes the gradient */
+    bool crosses;               /* true: a later node that is in another part reads the result */
 } hpmli_use;
 typedef struct hpmli_plan {     /* a part of a graph while its memory is planned */
     hpml_graph *g;
@@ -5789,7 +5790,7 @@ HPMLI_FN void hpmli_plan_grad_roots(const hpmli_plan *pl)
         u->grad_last  = hpmli_later(n->state->at[HPMLI_BACKWARD], n->state->at[HPMLI_WEIGHTS]);
         if (x && hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) {
             hpml_tensor *root = x->state->grad_root;
-            bool         both = given && hpmli_use_of(pl, root)->grad_written; /* the caller writes two arrays */
+            bool         both = given && hpmli_use_of(pl, root)->grad_written; /* the caller writes root's, too */
             if (!both) n->state->grad_root = root;
         }
         if (!given) continue;
@@ -5830,7 +5831,7 @@ HPMLI_FN void hpmli_plan_grads(const hpmli_plan *pl)
             r->grad_last = hpmli_later(r->grad_last, u->grad_last);
         }
     }
-    for (int i = pl->p->from; i < pl->p->to && !g->cut; i++) { /* parts keep the whole graph's values */
+    for (int i = pl->p->from; i < pl->p->to && !g->cut; i++) { /* has_gradient of a part: as in the whole graph */
         struct hpmli_node_state *state = g->nodes[i]->state;
         state->has_gradient = hpmli_use_of(pl, state->grad_root)->grad_written;
     }
@@ -6081,7 +6082,7 @@ HPMLI_FN bool hpmli_graph_batches(hpml_graph *g)
     return true;
 }
 
-static void hpmli_conv_keeps(hpml_graph *g, hpml_node *n); /* plans what a convolution keeps; see >>conv-kept */
+static void hpmli_conv_keeps(hpml_graph *g, hpml_node *n); /* plans packed weights to keep: >>conv-kept */
 /* Plans the whole graph as one part with one slot, that is memory for one pass at a time; false: no memory. */
 HPMLI_FN bool hpmli_graph_plan(hpml_graph *g)
 {
@@ -6176,7 +6177,7 @@ HPML_API void hpml_graph_memory(const hpml_graph *g, hpml_memory *out)
     if (out) memset(out, 0, sizeof *out);
     if (!g || !out) return;
     *out = g->memory;
-    if (out->parameters == 0) out->parameters = hpml_params_bytes(g->ctx); /* not summed anew for each of many graphs */
+    if (out->parameters == 0) out->parameters = hpml_params_bytes(g->ctx); /* summed only when asked for */
     out->total = out->parameters + out->gradients + out->activations + out->scratch + out->packed;
     out->total += out->products + out->optimizer;
 }
@@ -6319,7 +6320,7 @@ typedef struct hpmli_budget {
     hpml_graph     *g;
     size_t          bytes;                                /* bytes of activations and scratch that a plan may take */
     int             from[HPMLI_SEGMENTS + 1], count;      /* first node of each segment */
-    hpml_retain_how best[HPMLI_SEGMENTS];                 /* the cheapest choice that fits */
+    hpml_retain_how best[HPMLI_SEGMENTS];                 /* of the cheapest choice that fits: how each is retained */
     double          best_cost;                            /* below 0: none fits */
     size_t          least;                                /* least bytes of all choices tried */
     /* [i][how]: hpml_memory.extra of the plan with segment i retained by `how`, all other segments kept */
@@ -6677,7 +6678,7 @@ HPMLI_FN hpml_status hpmli_node_hooks(hpml_graph *g, hpmli_hook which, const hpm
 typedef struct hpmli_swap {
     void  *here[2], *host[2];    /* the result of an op and its saved values: in the graph's memory, in host memory */
     size_t bytes[2];
-    bool   in;                   /* from the host */
+    bool   in;                   /* true: from the host */
 } hpmli_swap;
 
 struct hpmli_copier {
@@ -6698,7 +6699,7 @@ HPMLI_FN hpml_status hpmli_swap_run(hpml_ctx *ctx, const hpmli_swap *copy)
 {
     const hpml_backend *b      = ctx->backend;
     const double        start  = hpml_now();
-    const bool          real   = !__atomic_load_n(&ctx->clock, __ATOMIC_RELAXED); /* a virtual clock is the caller's */
+    const bool          real   = !__atomic_load_n(&ctx->clock, __ATOMIC_RELAXED); /* false: virtual time, no span */
     hpml_status         status = HPML_OK;
     for (int k = 0; k < 2 && status == HPML_OK; k++) {
         if (copy->bytes[k] == 0) continue;
@@ -6759,7 +6760,7 @@ HPMLI_FN void hpmli_copier_add(hpmli_copier *c, const hpmli_swap *copy)
     pthread_mutex_unlock(&c->mutex);
 }
 
-/* Waits until `number` copies are done, or all that have begun. */
+/* Waits until `number` copies (of all passes) are done; if fewer have begun, until all of these are done. */
 HPMLI_FN hpml_status hpmli_copier_wait(hpmli_copier *c, int64_t number)
 {
     pthread_mutex_lock(&c->mutex);
@@ -6805,7 +6806,7 @@ HPMLI_FN hpml_status hpmli_swap_begin(hpml_graph *g, hpml_node *n, bool in)
     return HPML_OK;
 }
 
-/* Waits until the graph has done `number` copies, or all that have begun. */
+/* Waits until `number` copies of the graph are done (of all passes); if fewer have begun, until these are done. */
 HPMLI_FN hpml_status hpmli_swap_wait(hpml_graph *g, int64_t number)
 {
     hpmli_copier *c = g->copier;
@@ -7078,7 +7079,7 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
     hpml_status       status  = HPML_OK;
     hpml_pass         pass;
     if (half == HPML_HALF_INPUTS) count = p->late - p->turn;
-    if (half == HPML_HALF_WEIGHTS) hpmli_entries_point(g, p, p->turn, p->late); /* another slot was current, perhaps */
+    if (half == HPML_HALF_WEIGHTS) hpmli_entries_point(g, p, p->turn, p->late); /* other slots may have run since */
     if (replays) piece = (int)hpmli_max(HPMLI_PIECES_OF_PASS, (count - 1) / HPMLI_PIECES_OF_PASS + 1);
     if (replays && !hooks) piece = count;
     memset(&pass, 0, sizeof pass); /* padding, too, because passes are compared byte by byte */
@@ -7357,7 +7358,7 @@ typedef struct hpmli_mat {
     float  *p;
     int64_t rows, cols, ld; /* ld: elements from one row to the next; if trans, from one column to the next */
     int64_t count, apart;   /* number of matrices in a batch; elements from one to the next */
-    bool    trans;          /* stored transposed: columns are contiguous */
+    bool    trans;          /* true: stored transposed: columns are contiguous */
 } hpmli_mat;
 HPMLI_FN hpmli_mat hpmli_matrix(float *p, int64_t rows, int64_t cols, int64_t ld)
 {
@@ -7467,7 +7468,7 @@ HPMLI_FN void hpmli_mixed_run(hpmli_mixed *j)
     bool    thin_m = d->m <= HPMLI_MIXED_THIN, thin_n = d->n <= HPMLI_MIXED_THIN, thin = thin_m || thin_n;
     bool    along_k = thin_m ? d->b_k == 1 : d->a_k == 1; /* k runs along memory in the operand that is not thin */
     int64_t across, down, side = HPMLI_MIXED_SIDE;
-    if (thin) side = along_k ? 8 : 1024; /* the rows or columns that are converted are long either way */
+    if (thin) side = along_k ? 8 : 1024; /* either way the contiguous runs that are converted are long */
     j->depth = !thin ? HPMLI_MIXED_DEPTH : HPMLI_MIXED_BLOCK / 4 / side;
     j->rows  = hpmli_min(d->m, side);
     j->cols  = hpmli_min(d->n, side);
@@ -7576,7 +7577,7 @@ HPMLI_FN hpml_status hpmli_words_run(hpml_ctx *ctx, hpmli_words_part w)
         j.whole.a = ctx->gemm_ws;
         j.whole.b = ctx->gemm_ws;
     }
-    if ((double)w.i1 * (double)w.j1 * (double)w.k > 1e6) { /* cuts columns first: rectangles pack their columns of B */
+    if ((double)w.i1 * (double)w.j1 * (double)w.k > 1e6) { /* columns first: each cut of rows packs B once more */
         j.cols = hpmli_max(1, hpmli_min(2 * ctx->threads, w.j1 / 128));
         j.rows = j.cols >= ctx->threads ? 1 : hpmli_min(ctx->threads, (w.i1 + 15) / 16);
     }
@@ -7621,7 +7622,7 @@ HPMLI_FN const float *hpmli_unit_stride(float *space, const float *x, int64_t in
 /* Matrix times vector is a product with one column; transposed matrix times vector, with a contiguous y, a product with
    one row, which reads A row by row. Neither packs matrices, so the memory for packed matrices can hold a contiguous
    copy of a strided vector. */
-#define HPMLI_VECTOR 200000 /* elements of such a copy, at most; longer vectors are not copied */
+#define HPMLI_VECTOR 200000 /* most elements of a copy of a strided vector; longer ones are not copied */
 HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t n, float alpha, const float *a,
                                 int64_t lda, const float *x, int64_t inc_x, float beta, float *y, int64_t inc_y)
 {
@@ -7967,9 +7968,9 @@ HPMLI_WORK_OP(activation, HPMLI_OP_SPLIT_ANY,
 typedef struct hpmli_map_job {
     const hpml_run *run;
     hpml_node      *n;
-    int64_t         stride[3][HPML_MAX_DIMS]; /* of operand [s] along each dimension of the result; 0: repeated */
+    int64_t         stride[3][HPML_MAX_DIMS]; /* [s]: strides of operand s along the result's dimensions; 0: repeated */
     int64_t         cols;                     /* elements of an item, but for a last chunk */
-    bool            flat;                     /* no operand is repeated */
+    bool            flat;                     /* true: no operand is repeated */
     int             side;                     /* backward: the operand whose gradient is computed; -1: forward */
 } hpmli_map_job;
 
@@ -8178,7 +8179,7 @@ HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, 
     hpml_node *n = hpmli_node_create(HPML_OP_MATMUL, NULL, 2, src, a->ndim, shape);
     n->attr.matmul.trans_a = trans_a;
     n->attr.matmul.trans_b = trans_b;
-    if (b->ndim == 2) { /* rows of A are rows of C; a batch that the product sums over is just a shorter sum */
+    if (b->ndim == 2) { /* rows of A are rows of C, but A^T B sums over the samples: for fewer, a shorter sum */
         bool contracts = a->ndim == 2 && trans_a;
         hpmli_node_batch(n, contracts ? 0 : a->batch_rows);
         n->mixes_batch = b->batch_rows ? trans_b || !contracts || !a->batch_rows : contracts && a->batch_rows;
@@ -8368,7 +8369,7 @@ HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
        until its step, and its product may be cut along k or has too few blocks for all threads. A batch of more than
        256 rows would be packed again for each block of dw, and some optimizers need the norm of the whole gradient
        first. */
-    bool         own = run->ctx->backend->update != hpml_backend_cpu()->update; /* the backend steps by itself */
+    bool         own = run->ctx->backend->update != hpml_backend_cpu()->update; /* the backend has its own step */
     hpml_update *u = own || x == w ? NULL : n->state->update[1];
     bool         large = u && u->n >= 4 * HPMLI_GRAIN * run->ctx->threads && dz.rows <= 256;
     if (!large || !hpmli_optimizer_by_pieces(u) || HPMLI_BLAS) {
@@ -8434,7 +8435,7 @@ typedef struct hpmli_strided_copy {
     const float         *from;
     hpmli_broadcast_iter           w; /* the runs of `to` and `from` */
     int64_t              runs_per_task;
-    bool                 add; /* backward: to += from */
+    bool                 add; /* true, in backward: to += from */
 } hpmli_strided_copy;
 HPMLI_FN void hpmli_strided_copy_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
@@ -8597,7 +8598,7 @@ HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward
     const hpml_tensor *x = n->src[0], *y = n->out;
     const int32_t     *d = n->attr.permute.dims;
     hpml_tensor        read = backward ? *y : *x;
-    bool images = y->ndim == 4 && d[0] == 0 && d[1] != 1 && d[2] == d[1] % 3 + 1; /* as by hpml_to_layout */
+    bool images = y->ndim == 4 && d[0] == 0 && d[1] != 1 && d[2] == d[1] % 3 + 1; /* true: NCHW to NHWC or back */
     if (images && !(backward && (n->accumulate[0] || !x->grad))) {
         hpmli_for_each_parallel(run, n, backward, y->shape[0], 1, hpmli_permute_image);
         return;
