@@ -12563,11 +12563,12 @@ HPMLC_FN hpml_status hpmlc_federated_update(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-async   asynchronous steps on servers, with bounded or any staleness
 // ---------------------------------------------------------------------------------------------------------------------
-/* Each gradient makes a step by itself when it comes. Strategy async (Dean et al. 2012, "Large Scale Distributed Deep
-   Networks": Downpour SGD): the answer goes back at once, and fit deals batches on demand, so that a slow worker
-   computes fewer of them. Strategy ssp (Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel
-   Parameter Server"): a worker that has done c steps gets its answer when the slowest one has done c - s, s =
-   .staleness; with s = 0 gradients of a step take effect together, as in >>strategy-ps. */
+/* Each gradient makes a step by itself when it comes, except in strategy ssp with s = 0. Strategy async (Dean et al.
+   2012, "Large Scale Distributed Deep Networks": Downpour SGD): the answer goes back at once, and hpml_trainer_fit
+   deals batches on demand, so that a slow worker computes fewer of them. Strategy ssp (Ho et al. 2013, "More Effective
+   Distributed ML via a Stale Synchronous Parallel Parameter Server"): a worker that has done c steps gets its answer
+   when the slowest one has done c - s, s = .staleness; with s = 0 it runs as strategy ps: the mean of all workers'
+   gradients makes one step (>>strategy-ps). */
 
 /* Returns the number of the batch that a worker computes next: one that a lost worker had, else the next of the epoch;
    -1: the epoch ends; -2: not known yet, because in the last epoch another worker may be lost with its batch. */

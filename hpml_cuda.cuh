@@ -3280,8 +3280,8 @@ typedef struct hpmlg_product {
     hpmlg_operand a, b;
     hpmlg_array   c, z;
     int64_t       ldc, c_batch;
-    hpmlg_axis    col;           /* axis of c's columns, where they are not neighbours */
-    int64_t       flat, by_vec8; /* flat: 1: columns of c are neighbours; by_vec8: 1: c can be moved in vec8s */
+    hpmlg_axis    col;           /* if not flat: where the elements of a row of c lie in memory */
+    int64_t       flat, by_vec8; /* flat: 1: each row of c is contiguous; by_vec8: 1: c can be moved in vec8s */
     int64_t       add;
     float         alpha, slope;
     const float  *bias;
@@ -6774,7 +6774,7 @@ struct hpml_nccl {
     bool              open;          /* true: a group of NCCL calls was begun and not ended */
     bool              in_flight;     /* true: NCCL work before the event `after` may still run */
     bool              closing;       /* true: hpmlg_nccl_destroy is running */
-    bool              is_timed;      /* true: a timed span was begun with the group */
+    bool              is_timed;      /* true: a timed span was begun with the group of NCCL calls */
     char              operation[96]; /* name of the current NCCL operation, for error texts */
 };
 
