@@ -3017,21 +3017,45 @@ HPMLC_FN int hpmlc_world_awaited(hpml_world *w, hpmlc_group **group, int rank)
     return -1;
 }
 
-/* Returns the rank at the end of the chain of waits that begins with m's peer (m's peer, if the chain ends at this
-   rank); -1: a rank has failed. A busy rank (hpml_comm_busy) ends the chain, even if its background thread waits, or if
-   it is this rank. *busy: hpml_now() until which the rank at the end is, or was, busy. */
-HPMLC_FN int hpmlc_threads_stuck_at(hpml_comm *c, const hpml_message *m, double *busy)
+/* Follows the chain of waits that begins with rank `first` of c's world: `first` waits for a rank, that rank waits for
+   another, and so on. Returns the last rank of the chain, or `first` if that is this rank; *hops gets the number of
+   ranks before the last one, or 0 if the chain is a cycle. -1: a rank has failed. A busy rank (hpml_comm_busy) ends the
+   chain, even if its background thread waits. *busy: hpml_now() until which the last rank is, or was, busy. */
+HPMLC_FN int hpmlc_world_follow(hpml_comm *c, int first, int *hops, double *busy)
 {
     hpml_world  *w     = hpmlc_world_of(c);
     hpmlc_group *group = hpmlc_group_of(c);
-    int          peer = c->origin[m->peer], rank = peer;
+    int          rank  = first;
+    *hops = 0;
     pthread_mutex_lock(&w->mutex);
-    for (int hops = 0, next; hops < w->ranks; hops++, rank = next)
+    for (int next; *hops < w->ranks; ++*hops, rank = next)
         if (hpml_now() < w->busy[rank] || (next = hpmlc_world_awaited(w, &group, rank)) < 0) break;
     *busy = w->busy[rank];
     if (w->failed) rank = -1; /* a rank that reports the error stops waiting, so the chain may be broken */
     pthread_mutex_unlock(&w->mutex);
-    return rank == c->origin[c->rank] ? peer : rank; /* back at this rank, in a cycle of waits: takes m's peer */
+    if (*hops == w->ranks || rank == c->origin[c->rank]) *hops = 0; /* a cycle of waits */
+    return rank == c->origin[c->rank] ? first : rank;
+}
+
+/* Returns the rank at the end of the longest chain of waits that begins with m's peer, of three looks 5 ms apart: a
+   rank that sleeps until a round of a collective is over is recorded as waiting for the round's receive, even when that
+   is done and only its send is missing; at its own deadline, which passes at nearly the same time, it records what it
+   waits for again. Ends at once with a busy rank, or with -1: a rank has failed. *busy: as for hpmlc_world_follow. */
+HPMLC_FN int hpmlc_threads_stuck_at(hpml_comm *c, const hpml_message *m, double *busy)
+{
+    int most = -1, last = -1;
+    for (int look = 0; look < 3; look++) {
+        int    hops;
+        double until;
+        if (look > 0) hpmlc_nap(5e-3);
+        int rank = hpmlc_world_follow(c, c->origin[m->peer], &hops, &until);
+        if (rank >= 0 && hpml_now() >= until && hops <= most) continue;
+        most  = hops;
+        last  = rank;
+        *busy = until;
+        if (rank < 0 || hpml_now() < until) break;
+    }
+    return last;
 }
 
 HPMLC_FN void hpmlc_threads_announce_busy(hpml_comm *c, double seconds)
