@@ -65,7 +65,8 @@ static double time_one(const options *o, const collective *k, hpml_comm *comm, f
         double seconds = slowest(comm, (hpml_now() - start) / (times > 0 ? times : 1)); /* the same on all ranks */
         if (run > 0 && seconds < best) best = seconds;
         if (o->times > 0) times = (int)o->times;
-        else times = seconds > 0.02 ? 1 : seconds > 2e-5 ? (int)(0.02 / seconds) : 1000;
+        else if (seconds > 0.02) times = 1;
+        else times = seconds > 2e-5 ? (int)(0.02 / seconds) : 1000;
     }
     return best;
 }

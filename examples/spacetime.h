@@ -42,13 +42,23 @@ static spacetime spacetime_of(const hpml_message_log *log)
     return s;
 }
 
+/* The unit in which a span of so many seconds is shown, and how many of it are in a second. */
+typedef struct spacetime_unit { const char *name; double per_second; } spacetime_unit;
+
+static spacetime_unit spacetime_unit_of(double seconds)
+{
+    if (seconds < 1e-3) return (spacetime_unit){ "us", 1e6 };
+    if (seconds < 1) return (spacetime_unit){ "ms", 1e3 };
+    return (spacetime_unit){ "s", 1 };
+}
+
 /* Writes, as a text of `size` bytes, what the diagram shows. */
 static void spacetime_caption(const spacetime *s, char *text, size_t size)
 {
-    const double seconds = s->last - s->first, scale = seconds < 1e-3 ? 1e6 : seconds < 1 ? 1e3 : 1;
-    const char  *unit = scale > 1e3 ? "us" : scale > 1 ? "ms" : "s";
-    int          n = snprintf(text, size, "%lld messages, %lld bytes, %.4g %s", (long long)s->messages,
-                              (long long)s->bytes, seconds * scale, unit);
+    const double         seconds = s->last - s->first;
+    const spacetime_unit unit    = spacetime_unit_of(seconds);
+    int n = snprintf(text, size, "%lld messages, %lld bytes, %.4g %s", (long long)s->messages,
+                              (long long)s->bytes, seconds * unit.per_second, unit.name);
     if (s->depth > 0) n += snprintf(text + n, size - (size_t)n, ", longest chain %lld", (long long)s->depth);
     if (s->count < s->log->count)
         snprintf(text + n, size - (size_t)n, "; the log was full: %lld of %lld records", (long long)s->count,
@@ -75,14 +85,15 @@ enum { SPACETIME_WIDTH = 900, SPACETIME_LEFT = 70, SPACETIME_TOP = 70, SPACETIME
 static void spacetime_axes(FILE *f, const spacetime *s)
 {
     const double bottom = SPACETIME_TOP + SPACETIME_ROW * (s->ranks - 1) + 24, range = s->last - s->first;
-    const double step = spacetime_step(range, 8), scale = range < 1e-3 ? 1e6 : range < 1 ? 1e3 : 1;
+    const double step   = spacetime_step(range, 8);
+    const spacetime_unit unit = spacetime_unit_of(range);
     for (double t = 0; t <= range && range > 0; t += step) {
         const double x = spacetime_x(s, s->first + t, SPACETIME_LEFT, SPACETIME_WIDTH - SPACETIME_LEFT - 20);
         fprintf(f, "<path d=\"M%.1f %dV%.0f\" stroke=\"#ddd\"/><text x=\"%.1f\" y=\"%.0f\" text-anchor=\"middle\">%.4g"
-                   "</text>\n", x, SPACETIME_TOP - 20, bottom, x, bottom + 18, t * scale);
+                   "</text>\n", x, SPACETIME_TOP - 20, bottom, x, bottom + 18, t * unit.per_second);
     }
     fprintf(f, "<text x=\"%d\" y=\"%.0f\" text-anchor=\"end\">%s</text>\n", SPACETIME_LEFT - 14, bottom + 18,
-            scale > 1e3 ? "us" : scale > 1 ? "ms" : "s");
+            unit.name);
     for (int r = 0; r < s->ranks; r++) {
         const int y = SPACETIME_TOP + SPACETIME_ROW * r;
         fprintf(f, "<text x=\"%d\" y=\"%d\" text-anchor=\"end\">rank %d</text>", SPACETIME_LEFT - 14, y + 4, r);
@@ -135,7 +146,9 @@ static void spacetime_mark(char *line, int at, char mark)
 static __attribute__((unused)) void spacetime_text(FILE *f, const hpml_message_log *log, int columns)
 {
     const spacetime s = spacetime_of(log);
-    const int       width = (columns < 40 ? 40 : columns > 500 ? 500 : columns) - 10;
+    if (columns < 40) columns = 40;
+    if (columns > 500) columns = 500;
+    const int       width = columns - 10;
     char            caption[256], line[512];
     spacetime_caption(&s, caption, sizeof caption);
     for (int rank = 0; rank < s.ranks; rank++) {

@@ -244,7 +244,9 @@ static hpml_tensor *states(hpml_tensor *x, recurrent *layer, int which, bool ini
     if (which & 2) d.final_h = &part[1];
     if (cells) d.final_c = &part[which & 2 ? 2 : 1];
     part[0] = hpml_reshape_2d(layer(three(x), 5, &d), x ? x->shape[0] : 0, 70);
-    return hpml_concat(part, part[2] ? 3 : part[1] ? 2 : 1, 1);
+    int parts = 1;
+    while (parts < 3 && part[parts]) parts++;
+    return hpml_concat(part, parts, 1);
 }
 
 #define DEFINE(name, e, tolerance) static hpml_tensor *op_##name(hpml_tensor *x) { return e; }

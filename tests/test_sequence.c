@@ -43,8 +43,9 @@ static void compare_cached(int each, bool masked)
     ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK);
     for (int run = 0; run < T / each + B - 1; run++) {
         for (int b = 0; b < B; b++) {
-            int from = (run - b) * each;
-            at[b] = from < 0 ? 0 : from > T - each ? T - each : from;
+            at[b] = (run - b) * each;
+            if (at[b] < 0) at[b] = 0;
+            if (at[b] > T - each) at[b] = T - each;
             for (int i = 0; i < each; i++) now[b * each + i] = text[b * T + at[b] + i];
         }
         hpml_tensor_set_raw(next, now, (size_t)(B * each) * sizeof *now);

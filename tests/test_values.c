@@ -311,7 +311,8 @@ static void lstm(const hpml_node *n, double **s, double *y)
         for (int64_t j = 0; j < H; j++) c[j] = s[5] ? s[5][b * H + j] : 0;
         for (int64_t t = 0; t < T; t++)
             for (int64_t j = 0; j < H; j++) {
-                const double *h = t > 0 ? y + (b * T + t - 1) * W : s[4] ? s[4] + b * H : NULL;
+                const double *h = s[4] ? s[4] + b * H : NULL;
+                if (t > 0) h = y + (b * T + t - 1) * W;
                 for (int g = 0; g < 4; g++) {
                     gate[g] = s[3][g * H + j];
                     for (int64_t i = 0; i < I; i++) gate[g] += s[1][(g * H + j) * I + i] * s[0][(b * T + t) * I + i];
@@ -331,8 +332,9 @@ static void gru(const hpml_node *n, double **s, double *y)
     int64_t B = n->out->shape[0], T = n->out->shape[1], H = n->out->shape[2], I = n->src[0]->shape[2];
     for (int64_t at = 0; at < B * T * H; at++) {
         int64_t j = at % H, t = at / H % T, b = at / H / T;
-        const double *h = t > 0 ? y + (b * T + t - 1) * H : s[5] ? s[5] + b * H : NULL;
+        const double *h = s[5] ? s[5] + b * H : NULL;
         double x[3], m[3];
+        if (t > 0) h = y + (b * T + t - 1) * H;
         for (int g = 0; g < 3; g++) {
             x[g] = s[3][g * H + j];
             m[g] = s[4][g * H + j];

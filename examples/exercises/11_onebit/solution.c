@@ -9,7 +9,7 @@ void onebit_encode(onebit *packed, float *residual, const float *g, int64_t n)
     int64_t count[2] = { 0, 0 };
     for (int64_t k = 0; k < (n + 31) / 32; k++) packed->word[k] = 0;
     for (int64_t i = 0; i < n; i++) {
-        residual[i] += g[i]; /* v, for now */
+        residual[i] += g[i]; /* v = g + residual, which is packed */
         const int bit = residual[i] >= 0;
         packed->word[i / 32] |= (uint32_t)bit << (i % 32);
         sum[bit] += residual[i];

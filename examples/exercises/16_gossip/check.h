@@ -257,7 +257,10 @@ static bool negative_eigenvalues(void)
     for (int p = 4; p <= 8; p += 2) {
         gossip_graph_of(0, p);
         for (int i = 0; i < p; i++)
-            for (int j = 0; j < p; j++) gossip.w[i * p + j] = i == j ? 0.02 : gossip.g.edge[i][j] ? 0.49 : 0;
+            for (int j = 0; j < p; j++) {
+                gossip.w[i * p + j] = gossip.g.edge[i][j] ? 0.49 : 0;
+                if (i == j) gossip.w[i * p + j] = 0.02;
+            }
         if (!lambda_is("ring with 0.02 on the diagonal, whose smallest eigenvalue is -0.96,", gossip.w, p, 0.96))
             return false;
     }
