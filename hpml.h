@@ -2400,6 +2400,8 @@ typedef struct hpmli_words_part {
 #define HPMLI_WORDS_KC 256 /* words of packed k */
 #define HPMLI_WORDS_NC 512 /* columns of B that are packed at once */
 #define HPMLI_WORDS_WS ((HPMLI_WORDS_NC + 16) * HPMLI_WORDS_KC) /* packed B, and the rows of A of one tile */
+#define HPMLI_DOTS_ROWS  8    /* rows of A, at most, of products of bytes that are computed without packing B */
+#define HPMLI_DOTS_WORDS 4096 /* words of each row of A that are packed at once for such products */
 
 /* Pragmas that unroll loops over registers at any optimization level. */
 #if defined(__clang__)
@@ -22189,9 +22191,105 @@ HPMLI_KERNEL void HV(words_rows)(const hpmli_words_part *part, int64_t height, i
         }
     }
 }
+
+#if HV_LANES > 1
+/* Returns a vector of words of `group` bytes each, which follow each other in memory. */
+HPMLI_VEC_INLINE HV(u32) HV(load_bytes)(const int group, const uint8_t *p)
+{
+    HV(u32)  word;
+    uint16_t pair[HV_LANES];
+    if (group == 4) memcpy(&word, p, sizeof word);
+    else {
+        memcpy(pair, p, sizeof pair);
+        word = HV(widen)(pair);
+        word = (word & 0xffu) | (word & 0xff00u) << 8;
+    }
+    return word;
+}
+/* Returns the sums of lanes 0 and 1, 2 and 3 .. of a, then those of b. */
+HPMLI_VEC_INLINE HV(u32) HV(add_neighbours)(HV(u32) a, HV(u32) b)
+{
+    HV(f32) x = HV(as_floats)(a), y = HV(as_floats)(b); /* only moved, so that any bits are kept */
+    return HV(as_words)(HV(even_lanes)(x, y)) + HV(as_words)(HV(odd_lanes)(x, y));
+}
+/* Defines the function `name`, which multiplies a, a row of A packed by HV(pack_row), with four columns of B, each of k
+   bytes: sums[q] is the product with column b[q]. */
+#define HPMLI_BYTE_DOTS(name, target, dot, group)                                                                      \
+    static target __attribute__((unused)) void HV(name)(int64_t k, const uint32_t *a, const uint8_t *const *b,         \
+                                                        uint32_t *sums)                                                \
+    {                                                                                                                  \
+        HV(u32) s0 = HV(set1_word)(0), s1 = s0, s2 = s0, s3 = s0;                                                      \
+        for (int64_t p = 0; p < k; p += group * HV_LANES, a += HV_LANES) {                                             \
+            int64_t at = p + group * HV_LANES <= k ? p : k - group * HV_LANES;                                         \
+            HV(u32) x  = HV(load_words)(a);                                                                            \
+            s0 = dot(s0, HV(load_bytes)(group, b[0] + at), x);                                                         \
+            s1 = dot(s1, HV(load_bytes)(group, b[1] + at), x);                                                         \
+            s2 = dot(s2, HV(load_bytes)(group, b[2] + at), x);                                                         \
+            s3 = dot(s3, HV(load_bytes)(group, b[3] + at), x);                                                         \
+        }                                                                                                              \
+        s0 = HV(add_neighbours)(HV(add_neighbours)(s0, s1), HV(add_neighbours)(s2, s3));                               \
+        for (int lanes = HV_LANES; lanes > 4; lanes /= 2) s0 = HV(add_neighbours)(s0, s0);                             \
+        memcpy(sums, &s0, 4 * sizeof *sums);                                                                           \
+    }                                                                                                                  \
+    static void HV(name)(int64_t k, const uint32_t *a, const uint8_t *const *b, uint32_t *sums)
+HPMLI_BYTE_DOTS(dots_pair, HPMLI_TARGET, HV(add_pairs), 2);
+#ifdef HPMLI_BYTE_DOT
+HPMLI_BYTE_DOTS(dots_bytes, HPMLI_BYTE_TARGET, HPMLI_BYTE_DOT, 4);
+#endif
+
+/* Packs k values of row i of A, from value p on, for HV(dots_pair) and HV(dots_bytes). If k is no multiple of the
+   `step` values in a vector, the last vector is that of the row's last `step` values, with 0 for those that the vector
+   before has, too: so no byte behind a row or column is read, and part->k must be at least `step`. */
+HPMLI_KERNEL void HV(pack_row)(const hpmli_words_part *part, int64_t group, int64_t i, int64_t p, int64_t k,
+                               uint32_t *dst)
+{
+    const int64_t step = group * HV_LANES, whole = k / step * step;
+    uint32_t     *last = dst + whole / group;
+    HV(pack_operand)(part->word, dst, part->a, part->a_row, 1, i, 1, 1, p, whole, 128);
+    if (whole == k) return;
+    HV(pack_operand)(part->word, last, part->a, part->a_row, 1, i, 1, 1, p + k - step, step, 128);
+    memset(last, 0, (size_t)((whole + step - k) * 4 / group));
+}
+/* Computes a rectangle of a product of bytes that has few rows, where k is contiguous in A and in B: each number of C
+   is the product of a row and a column as they lie in memory, so that B is not packed, which would take longer than
+   the products. Rows of A are packed, HPMLI_DOTS_WORDS words of each at once. */
+HPMLI_KERNEL void HV(words_dots)(const hpmli_words_part *part)
+{
+    const int64_t  group = part->word == HPMLI_WORD_BYTES ? 4 : 2, rows = part->i1 - part->i0;
+    const uint8_t *b = (const uint8_t *)part->b, *column[4];
+    uint32_t       sums[4];
+    for (int64_t p = 0, k; p < part->k; p += HPMLI_DOTS_WORDS * group) {
+        k = part->k - p < HPMLI_DOTS_WORDS * group ? part->k - p : HPMLI_DOTS_WORDS * group;
+        for (int64_t i = 0; i < rows; i++)
+            HV(pack_row)(part, group, part->i0 + i, p, k, part->ws + i * HPMLI_DOTS_WORDS);
+        for (int64_t j = part->j0, n; j < part->j1; j += n) {
+            n = part->j1 - j < 4 ? part->j1 - j : 4;
+            for (int q = 0; q < 4; q++) column[q] = b + (q < n ? j + q : j) * part->b_col + p;
+            for (int64_t i = 0; i < rows; i++) {
+                const uint32_t *a = part->ws + i * HPMLI_DOTS_WORDS;
+                uint32_t       *c = (uint32_t *)part->c + (part->i0 + i) * part->ldc + j;
+#ifdef HPMLI_BYTE_DOT
+                if (group == 4) HV(dots_bytes)(k, a, column, sums);
+                else
+#endif
+                HV(dots_pair)(k, a, column, sums);
+                for (int q = 0; q < n; q++) c[q] = part->accumulate || p > 0 ? c[q] + sums[q] : sums[q];
+            }
+        }
+    }
+}
+#endif
+
 HPMLI_KERNEL void HV(words_part)(const hpmli_words_part *part)
 {
     const int group = part->word == HPMLI_WORD_BYTES ? 4 : 2;
+#if HV_LANES > 1
+    bool is_thin = part->i1 - part->i0 <= HPMLI_DOTS_ROWS && part->word < HPMLI_WORD_BF16;
+    if (is_thin && part->a_k == 1 && part->b_k == 1 && part->k >= group * HV_LANES) {
+        HV(words_dots)(part);
+        return;
+    }
+#endif
     uint32_t *packed_b = part->ws, *packed_a = part->ws + HPMLI_WORDS_NC * HPMLI_WORDS_KC;
     for (int64_t j = part->j0, cols; j < part->j1; j += cols) {
         cols = part->j1 - j < HPMLI_WORDS_NC ? part->j1 - j : HPMLI_WORDS_NC;

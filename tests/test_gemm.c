@@ -367,13 +367,14 @@ static int64_t wrong_bytes(hpml_ctx *const *ctx, int contexts, const int64_t *sh
 static int64_t check_bytes(hpml_ctx *const *ctx, int contexts)
 {
     static const int64_t sizes[] = { 0, 1, 2, 3, 5, 7, 13, 14, 15, 16, 27, 31, 32, 33, 47, 64, 65 };
-    static const int64_t large[][3] = { { 3, 530, 1030 }, { 131, 515, 40 }, { 9, 300, 2055 }, { 1, 2, 65793 } };
+    static const int64_t large[][3] = { { 3, 530, 1030 }, { 131, 515, 40 }, { 9, 300, 2055 }, { 2, 5, 16387 },
+                                       { 1, 2, 65793 } };
     int64_t bad = 0;
     for (int i = 0; i < 300; i++) {
         const int64_t shape[3] = { sizes[below(17)], sizes[below(17)], sizes[below(17)] };
         bad += wrong_bytes(ctx, contexts, shape, i & 1, i >> 1 & 1, i % 3 == 0, i % 7 == 0);
     }
-    for (int i = 0; i < 4 * 4; i++) bad += wrong_bytes(ctx, contexts, large[i / 4], i & 1, i >> 1 & 1, false, i >= 12);
+    for (int i = 0; i < 5 * 4; i++) bad += wrong_bytes(ctx, contexts, large[i / 4], i & 1, i >> 1 & 1, false, i >= 16);
     return bad;
 }
 
