@@ -52,6 +52,9 @@ check "prediction in static memory" 'says "^0 allocations" && [ "$(tail -n 1 "$t
 build/28_own_strategy >"$tmp/out" 2>&1
 check "a strategy of one's own" '[ "$(grep -c "accuracy 8[5-9]" "$tmp/out")" = 3 ] &&
     awk "{ sent[NR] = \$(NF - 5) } END { exit !(sent[2] < sent[3] && sent[3] < sent[1]) }" "$tmp/out"'
+fits build/35_schedule
+check "six schedules of one algorithm: equal weights, bytes as predicted" \
+    '[ $? -eq 0 ] && [ "$(grep -c " [0-9a-f]\{16\}$" "$tmp/out")" = 6 ]'
 # In a locale with decimal commas: files and JSON must have points.
 printf 'LC_NUMERIC\ndecimal_point ","\nthousands_sep "."\ngrouping 3;3\nEND %s\n' LC_NUMERIC >"$tmp/comma"
 localedef -c -i "$tmp/comma" "$tmp/comma_XX" >"$tmp/out" 2>&1
