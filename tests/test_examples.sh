@@ -55,6 +55,9 @@ check "a strategy of one's own" '[ "$(grep -c "accuracy 8[5-9]" "$tmp/out")" = 3
 fits build/35_schedule
 check "six schedules of one algorithm: equal weights, bytes as predicted" \
     '[ $? -eq 0 ] && [ "$(grep -c " [0-9a-f]\{16\}$" "$tmp/out")" = 6 ]'
+fits build/40_define_by_run
+check "a graph recorded anew in each step: gradients of the static one" \
+    '[ $? -eq 0 ] && says "have the same bits$" && says "^recorded anew, blocks with ink"'
 # In a locale with decimal commas: files and JSON must have points.
 printf 'LC_NUMERIC\ndecimal_point ","\nthousands_sep "."\ngrouping 3;3\nEND %s\n' LC_NUMERIC >"$tmp/comma"
 localedef -c -i "$tmp/comma" "$tmp/comma_XX" >"$tmp/out" 2>&1
