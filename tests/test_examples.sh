@@ -58,6 +58,12 @@ check "six schedules of one algorithm: equal weights, bytes as predicted" \
 fits build/40_define_by_run
 check "a graph recorded anew in each step: gradients of the static one" \
     '[ $? -eq 0 ] && says "have the same bits$" && says "^recorded anew, blocks with ink"'
+fits build/38_tune --check
+check "a search by halves: one of the best two settings, the same bits on any ranks; an ensemble" \
+    '[ $? -eq 0 ] && says "^26 epochs of 64$" && says "^checked: same bits .* number [12] of the grid$"'
+HPML_RUN=threads:3 build/38_tune --json >"$tmp/out" 2>&1
+check "a line of JSON for each run: setting, plan, seed, version, metrics" '[ $? -eq 0 ] &&
+    [ "$(grep -c "^{\"width\": .*\"accuracy\": .*{\"hpml\": .*\"seed\": 1,.*exact=1.*\"measured\": " "$tmp/out")" = 14 ]'
 # In a locale with decimal commas: files and JSON must have points.
 printf 'LC_NUMERIC\ndecimal_point ","\nthousands_sep "."\ngrouping 3;3\nEND %s\n' LC_NUMERIC >"$tmp/comma"
 localedef -c -i "$tmp/comma" "$tmp/comma_XX" >"$tmp/out" 2>&1
