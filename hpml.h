@@ -31,7 +31,8 @@
 //     - allocate during training steps, or anywhere but through your allocator (stdio, zlib, pthreads: their own)
 //     - compute in anything but f32 (bf16, f16, i32, u8 are storage types)
 //     - know of MPI, NCCL or CUDA: workers plug into the hooks (>>api-trainer), GPUs into a table (>>api-backend)
-//     - differentiate twice, or change the graph between steps
+//     - differentiate twice, or change a graph once it is planned; for a graph that depends on the data, record another
+//       one in each step, in a second context over the same parameters (hpml_params_place, examples/40_define_by_run.c)
 //
 // BUILD
 //     cc -O2 program.c -lm -lpthread          C99 or later; also C++17 and the host side of nvcc; not -ffast-math
@@ -1570,7 +1571,8 @@ typedef struct hpml_moment {
    those attached first before the others.
    run     replaces forward and backward of a micro-batch, to prepare it or to cut it into parts: calls
            hpml_trainer_run_inner, or hpml_trainer_forward_backward for the parts that this rank computes, with
-           `accumulate` set if at->batch > 0, and sets *loss
+           `accumulate` set if at->batch > 0, and sets *loss. Or it computes the gradients by itself, for example by a
+           graph in another context, and writes them, times .loss_scale, to the trainer's (hpml_trainer_array)
    need    before an op reads the value of a parameter, forward and backward: to fetch the parameter, or to wait for it
    release after an op has read the value of a parameter for the last time in a pass
    grad    when the gradient of a parameter is final for this update (in the last micro-batch), in reverse order of

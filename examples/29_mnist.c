@@ -1,7 +1,8 @@
 /* What you learn: MNIST in 30 lines: train, validate, save, load, predict. Difficulty 1 of 4.
    cc -O2 -DHPML_USE_ZLIB examples/29_mnist.c -o mnist -lm -lpthread -lz && cd FOLDER && mnist
    FOLDER has MNIST's four files, gzipped.
-   prints a line for each epoch, then: the first test digit is a 7; 98.0 % of the test digits are right */
+   prints a line for each epoch, then: the first test digit is a 7; 98.0 % of the test digits are right
+   writes mnist.safetensors, the model, and appends to mnist.jsonl, the log: a line of JSON for each step and epoch */
 #define HPML_IMPLEMENTATION
 #include "../hpml.h"
 #include <stdio.h>
@@ -21,7 +22,7 @@ int main(void)
     hpml_tensor  *y     = hpml_linear(hpml_relu(hpml_linear(hpml_flatten(x), 256, NULL)), 10, NULL); /* (B, 10) */
     hpml_trainer *t     = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = y, .lr = 0.1f });
     hpml_trainer_fit(t, train, &(hpml_fit_desc){ .epochs = 20, .validation = test, .patience = 2, .keep_best = true,
-                                                 .on_epoch = epoch });
+                                                 .on_epoch = epoch, .log = "mnist.jsonl" });
     hpml_metrics  m     = { 0 };
     hpml_trainer_evaluate(t, test, &m);
     hpml_model_save(ctx, "mnist.safetensors", &(hpml_model_desc){ .output_count = 1, .outputs = &y });

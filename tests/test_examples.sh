@@ -52,6 +52,19 @@ check "prediction in static memory" 'says "^0 allocations" && [ "$(tail -n 1 "$t
 build/28_own_strategy >"$tmp/out" 2>&1
 check "a strategy of one's own" '[ "$(grep -c "accuracy 8[5-9]" "$tmp/out")" = 3 ] &&
     awk "{ sent[NR] = \$(NF - 5) } END { exit !(sent[2] < sent[3] && sent[3] < sent[1]) }" "$tmp/out"'
+fits build/35_schedule
+check "six schedules of one algorithm: equal weights, bytes as predicted" \
+    '[ $? -eq 0 ] && [ "$(grep -c " [0-9a-f]\{16\}$" "$tmp/out")" = 6 ]'
+fits build/40_define_by_run
+check "a graph recorded anew in each step: gradients of the static one" \
+    '[ $? -eq 0 ] && says "have the same bits$" && says "^recorded anew, blocks with ink"'
+fits build/38_tune --check
+check "a search by halves: one of the best two settings, the same bits on any ranks; an ensemble" \
+    '[ $? -eq 0 ] && says "^26 epochs of 64$" && says "^checked: same bits .* number [12] of the grid$"'
+HPML_RUN=threads:3 build/38_tune --json >"$tmp/out" 2>&1
+check "a line of JSON for each run: setting, accuracy, version, seed, plan, measured times" '[ $? -eq 0 ] &&
+    [ "$(grep "^{\"width\": .*\"accuracy\": .*{\"hpml\": " "$tmp/out" |
+        grep -c "\"seed\": 1, .*,exact=1,.*\"measured\": {.*}}}$")" = 14 ]'
 # In a locale with decimal commas: files and JSON must have points.
 printf 'LC_NUMERIC\ndecimal_point ","\nthousands_sep "."\ngrouping 3;3\nEND %s\n' LC_NUMERIC >"$tmp/comma"
 localedef -c -i "$tmp/comma" "$tmp/comma_XX" >"$tmp/out" 2>&1
@@ -78,7 +91,8 @@ done
 program=$PWD/build/29_mnist
 if grep -q lz build/zlib.flags; then
     (cd "$tmp/black" && "$program") >"$tmp/out" 2>&1
-    check "MNIST in 30 lines" '[ $? -eq 0 ] && says "^epoch 19" && says "first test digit is a 0; 100.0 %"'
+    check "MNIST in 30 lines" '[ $? -eq 0 ] && says "^epoch 19" && says "first test digit is a 0; 100.0 %" &&
+        [ "$(grep -c "^{\"epoch_end\":" "$tmp/black/mnist.jsonl")" = 20 ]'
 else skip 1 "no zlib"; fi
 mnist --samples 4000 --epochs 3 --model linear --codec onebit --json >"$tmp/out" 2>&1
 check "linear model, 1-bit gradients, clearly below the CNN" \

@@ -281,6 +281,60 @@ TEST(hooks_stack)
     ENSURE(hash[0] == hash[1] && strcmp(r.text, "freec freea ") == 0 && l[0].freed + l[1].freed + l[2].freed == 3);
 }
 
+/* A hook that computes gradients by a graph in another context, over the trainer's values; *user: 1: wrong ones. */
+static hpml_status by_other_context(void *user, hpml_trainer *t, const hpml_moment *at, int64_t samples, float *loss)
+{
+    hpml_ctx    *ctx   = hpml_ctx_create(&(hpml_ctx_desc){ .log = hpml_log_stderr });
+    hpml_tensor *x     = hpml_input_2d(ctx, samples, INPUTS), *label = hpml_input(ctx, HPML_DTYPE_I32, 1, &samples);
+    hpml_tensor *y     = hpml_linear(hpml_relu(hpml_linear(x, 5, NULL)), 3, NULL);
+    hpml_tensor *mean  = hpml_cross_entropy(y, label, NULL);
+    float       *sum   = hpml_trainer_array(t, HPML_ARRAY_GRADIENTS, NULL);
+    const float  scale = 1 / (float)at->batches;
+    hpml_params_place(ctx, hpml_trainer_array(t, HPML_ARRAY_VALUES, NULL), true);
+    hpml_graph *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = mean });
+    hpml_graph_alloc(g);
+    hpml_tensor_set(x, xs[(at->step * at->batches + at->batch) % 4], samples * INPUTS);
+    hpml_tensor_set_raw(label, ys[(at->step * at->batches + at->batch) % 4], (size_t)samples * 4);
+    hpml_graph_forward(g, true, 0);
+    hpml_graph_backward(g, scale, false);
+    for (int p = 0; p < hpml_param_count(ctx); p++) {
+        const hpml_tensor *w = hpml_param_at(ctx, p);
+        for (int64_t i = 0; i < hpml_tensor_count(w); i++) {
+            float *to = &sum[hpml_trainer_place(t, p) + i];
+            *to = w->grad[i] + (at->batch > 0 ? *to : 0);
+        }
+    }
+    if (*(const int *)user == 1) sum[0] = NAN;
+    hpml_tensor_get(mean, loss, 1);
+    hpml_status status = hpml_ctx_status(ctx);
+    hpml_ctx_free(ctx);
+    return status;
+}
+
+/* The bits are those of the trainer's own passes, also for the sum of micro-batches; a NaN is found and named. */
+TEST(a_run_hook_may_compute_gradients_in_another_context)
+{
+    int wrong = 0;
+    fill();
+    for (int accumulate = 1; accumulate <= 2; accumulate++) {
+        uint64_t hash[2];
+        for (int other = 0; other < 2; other++) {
+            hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 7 });
+            hpml_tensor  *x   = hpml_input_2d(ctx, BATCH, INPUTS);
+            hpml_trainer *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){
+                .input = x, .output = hpml_linear(hpml_relu(hpml_linear(x, 5, NULL)), 3, NULL),
+                .optimizer = HPML_OPT_ADAM, .accumulate = accumulate });
+            if (other) hpml_trainer_attach(t, &(hpml_hooks){ .user = &wrong, .run = by_other_context });
+            ENSURE(train(t, 6) == HPML_OK && hpml_trainer_step_count(t) == 6 / accumulate);
+            hash[other] = hpml_param_hash(ctx);
+            wrong = other * accumulate == 2;
+            if (wrong) ENSURE_ERROR(ctx, train(t, 2), HPML_ERR_NONFINITE, "the gradient of \"linear0.weight\"");
+            hpml_ctx_free(ctx);
+        }
+        ENSURE(hash[0] == hash[1]);
+    }
+}
+
 TEST(wrong_uses_of_hooks_are_errors)
 {
     hpml_ctx     *ctx = hpml_ctx_create(NULL);
