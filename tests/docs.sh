@@ -1,7 +1,7 @@
 #!/bin/sh
 # docs.sh PAGE: writes one HTML page of the API, made from the headers: their first lines, glossaries and sections
 # api-*, each declaration with its comment; every public name is a link to where it is declared. Needs awk alone.
-page=$1
+page=${1:?usage: sh tests/docs.sh PAGE}
 {
     cat <<'END'
 <!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>hpml</title><style>
