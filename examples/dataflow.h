@@ -512,7 +512,7 @@ static flow_tensor *flow_compute(flow *f, flow_node *n, flow_tag tag, flow_tenso
 
 /* ---- workers: messages ---- */
 
-/* Begins to send a message of a header and data; flow_sweep frees it. */
+/* Begins to send a header and `bytes` bytes of data (NULL: zeros); flow_sweep frees the message. */
 static void flow_post(flow *f, int peer, int tag, flow_header header, const void *data, size_t bytes)
 {
     flow_sending *s = (flow_sending *)hpml_ctx_alloc(f->ctx, sizeof *s + sizeof header + bytes, NULL);
@@ -648,9 +648,15 @@ static bool flow_take(flow *f, double seconds)
 static void flow_close(flow *f)
 {
     flow_sweep(f, true);
-    for (int k = 0; k < f->channels; k++) hpml_ctx_release(f->ctx, f->channel[k].buffer);
+    for (int k = 0; k < f->channels; k++) {
+        if (f->inbox[k]) hpml_wait(f->c, f->inbox[k]); /* after an error: gives the receive up */
+        hpml_ctx_release(f->ctx, f->channel[k].buffer);
+    }
     hpml_ctx_release(f->ctx, f->channel);
     hpml_ctx_release(f->ctx, f->inbox);
+    f->channels  = 0;
+    f->channel   = NULL;
+    f->inbox     = NULL;
     f->streaming = false;
 }
 
@@ -663,7 +669,8 @@ static hpml_status flow_run(flow *f, const int *fetch, int count)
     for (int i = 0; i < f->count && status == HPML_OK; i++) {
         const flow_node *n = &f->node[i];
         if (n->needed && (n->kind == FLOW_NEXT || n->kind == FLOW_COLLECT))
-            return hpml_ctx_fail(f->ctx, HPML_ERR_ARGUMENT, "node \"%s\": loops are for flow_stream", n->name);
+            return hpml_ctx_fail(f->ctx, HPML_ERR_ARGUMENT, "node \"%s\": loops and collectors are for flow_stream",
+                                 n->name);
         if (!n->needed || n->rank != f->rank) continue;
         f->left++;
         if (n->inputs > 0 || n->kind == FLOW_RECEIVE) continue;
