@@ -318,6 +318,48 @@ if [ -z "$lack" ]; then
     HPML_RUN=mpi timeout 60 "$mpiexec" $mpi_options -n 3 build/20_lbfgs_mpi >"$tmp/out" 2>&1
     check "L-BFGS under mpiexec" 'says "step 15  loss 0.4131487"'
 fi
+fits timeout 60 build/32_graph
+check "a dataflow graph: pruned, cut, on a server, fused, with a branch and a loop in a stream" '[ $? -eq 0 ] &&
+    says "^output = 9; executed: a b c add1 mul1 output; 5 tensors sent in 5 messages$" &&
+    says "S is 0 off a serial loop.s; 15 messages$" && says "5 passes; fused 1, the same bits$" &&
+    says "in 2 of 5 runs; yes ran 2 times, no 3;" && says "144 iterations in all; 4 epochs delivered, 0 of them wrong"'
+build/32_graph add2 >"$tmp/out" 2>&1
+check "another node of it, which needs other nodes" \
+    '[ $? -eq 0 ] && says "^add2 = 7; executed: c d add2; 2 tensors sent in 2 messages$"'
+HPML_RUN=serial timeout 60 build/32_graph >"$tmp/out" 2>&1
+check "on one rank nothing is sent" '[ $? -eq 0 ] && says "; 0 tensors sent in 0 messages$"'
+one=$(HPML_RUN=clock:3 timeout 60 build/32_graph) && two=$(HPML_RUN=clock:3 timeout 60 build/32_graph)
+check "in virtual time epochs are delivered at the same time twice" '[ -n "$one" ] && [ "$one" = "$two" ]'
+build/32_graph add3 >"$tmp/out" 2>&1
+check "a node that the graph does not have is an error" '[ $? -eq 2 ] && says "NODE is one of a b c d"'
+fits timeout 60 build/33_map_reduce
+check "word count and gradient: bytes without and with a combiner; a lost worker" '[ $? -eq 0 ] &&
+    says "^gradient: 460896 bytes, combined 2400; pairs: 200.0 times fewer$" &&
+    says "^word count: .* 4.0 times fewer$" && says "lost: 1; 40 shards made, 4 of them again; the same bits$" &&
+    says "^1 of 4 ranks lost: rank 3: worker 3 fails"'
+for run in serial clock:7; do HPML_RUN=$run timeout 60 build/33_map_reduce 500 || echo no; done >"$tmp/out" 2>&1
+check "the same bits on 1 and 7 ranks" '[ "$(grep -c "the same bits$" "$tmp/out")" = 4 ] && ! says "^no"'
+build/33_map_reduce 0 >"$tmp/out" 2>&1
+check "shards without words are an error" '[ $? -eq 2 ] && says "WORDS: of each shard, 1 to 1000000"'
+HPML_RUN=threads:65 build/33_map_reduce 9 >"$tmp/out" 2>&1
+check "more ranks than its tables have entries are an error" \
+    '[ $? -eq 1 ] && says "65 ranks: map_reduce.h is for up to 64"'
+fits timeout 60 build/34_supersteps
+check "supersteps on 1 to 4 ranks; levels of consistency" '[ $? -eq 0 ] && says "^  consistency full *0 *0 *0$" &&
+    [ "$(grep -c "PageRank: [0-9]* supersteps; mail [0-9]*, .* off" "$tmp/out")" = 4 ] &&
+    [ "$(grep -c largest "$tmp/out")" = 4 ]'
+build/34_supersteps 5 >"$tmp/out" 2>&1
+check "too few vertices are an error" '[ $? -eq 2 ] && says "10 to 1000000"'
+if [ -z "$lack" ]; then
+    HPML_RUN=mpi timeout 60 "$mpiexec" $mpi_options -n 2 build/32_graph_mpi >"$tmp/out" 2>&1
+    check "a dataflow graph under mpiexec" \
+        '[ $? -eq 0 ] && says "5 tensors sent in 5 messages" && says "0 of them wrong"'
+    HPML_RUN=mpi timeout 60 "$mpiexec" $mpi_options -n 3 build/33_map_reduce_mpi 500 >"$tmp/out" 2>&1
+    check "MapReduce and a lost worker under mpiexec" \
+        '[ $? -ne 124 ] && says "lost: 1; 42 shards made, 6 of them again; the same"'
+    HPML_RUN=mpi timeout 60 "$mpiexec" $mpi_options -n 2 build/34_supersteps_mpi >"$tmp/out" 2>&1
+    check "supersteps under mpiexec" '[ $? -eq 0 ] && says "^ranks: 2 (mpi)" && says "largest"'
+fi
 build/08_simulate --layers /nonexistent >"$tmp/out" 2>&1
 check "a missing file of layers is an error" '[ $? -ne 0 ] && grep -q nonexistent "$tmp/out"'
 fits build/02_mnist --compare --samples 640 --epochs 1 --model mlp --out "$files"
