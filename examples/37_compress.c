@@ -89,8 +89,10 @@ static double prune(net *n, double share)
         const double limit = (low + high) / 2;
         pruned = 0;
         for (int l = 0; l < LAYERS; l++)
-            for (int64_t i = 0; i < weights[l]; i++)
-                pruned += n->pruned[l][i] = (double)fabsf(n->w[l][i]) <= limit;
+            for (int64_t i = 0; i < weights[l]; i++) {
+                n->pruned[l][i] = (double)fabsf(n->w[l][i]) <= limit;
+                pruned += n->pruned[l][i];
+            }
         if (pruned < share * all) low = limit;
         else high = limit;
     }

@@ -126,8 +126,10 @@ static inline void compress_lengths(const int64_t *count, int symbols, uint8_t *
         if (b < 0) break;
         top           = nodes++;
         weight[top]   = weight[a] + weight[b];
-        weight[a]     = weight[b] = 0;
-        parent[a]     = parent[b] = top;
+        weight[a]     = 0;
+        weight[b]     = 0;
+        parent[a]     = top;
+        parent[b]     = top;
     }
     for (int i = 0; i < symbols; i++) {
         length[i] = count[i] > 0;

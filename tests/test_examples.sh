@@ -305,7 +305,11 @@ check "a net in 8-bit integers, and pruned, in files that are read back" \
     '[ $? -eq 0 ] && says "^int8.* [4-9]\.[0-9] times" && says "^31 values.* [2-9][0-9]\.[0-9] times" &&
         [ $(wc -c <"$tmp/net.pruned") -lt 27138 ] && says "400 damaged ones are refused"'
 build/37_compress "$tmp/none/net" >"$tmp/out" 2>&1
-check "a folder that does not exist is an error" '[ $? -eq 1 ] && says "none/net.int8"'
+check "37_compress: a folder that does not exist is an error" '[ $? -eq 1 ] && says "none/net.int8"'
+fits timeout 60 build/39_pretrain
+check "pretraining layer by layer: errors fall, accuracy with few labels rises" \
+    '[ $? -eq 0 ] && [ "$(grep -c "^stage [012].* -> 0\.[0-2]" "$tmp/out")" = 3 ] &&
+        awk "/^ *200 / { n += \$4 > \$2 } /^ *4000 / { n += \$4 > \$2 - 0.3 } END { exit n != 2 }" "$tmp/out"'
 fits timeout 60 build/20_lbfgs
 check "L-BFGS on ranks finds the weights of one rank; a slow worker costs little" \
     '[ $? -eq 0 ] && says "step 15  loss 0.4131487" && says "^portions: 4"'
