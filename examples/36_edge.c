@@ -46,13 +46,13 @@ static hpml_status sign_backward(const hpml_run *run, hpml_node *node)
 /* Records a section. Returns the bits that go upward, as 1 and -1; *scores: those of the section's exit, (B, 10). */
 static hpml_tensor *section(int number, hpml_tensor *x, hpml_tensor **scores)
 {
-    static const struct { int32_t channels, side, maps, kernel, stride; } size[CLOUD] = { { 1, 28, DEVICE_MAPS, 5, 2 },
-                                                                        { DEVICE_MAPS, 7, EDGE_MAPS, 3, 1 } };
+    static const struct { int32_t channels, side, maps, kernel, stride; } size[CLOUD] = {
+        { 1, 28, DEVICE_MAPS, 5, 2 }, { DEVICE_MAPS, 7, EDGE_MAPS, 3, 1 } };
     static const hpml_custom sign = { .name = "sign", .forward = sign_forward, .backward = sign_backward,
                                       .keeps = HPML_KEEP_SRC(0) };
     char name[3][24]; /* of the layers: the rank's name and a number */
     for (int i = 0; i < 3; i++) snprintf(name[i], sizeof name[i], "%s.%d", name_of[number], i);
-    hpml_linear_desc hidden = { .name = name[0], .activation = HPML_ACT_RELU }, exit = { .name = name[2] };
+    hpml_linear_desc hidden = { .name = name[0], .activation = HPML_ACT_RELU }, last = { .name = name[2] };
     hpml_norm_desc   norm   = { .name = name[1] };
     hpml_tensor     *h;
     if (number == CLOUD) h = hpml_linear(x, 256, &hidden); /* x (B, 216) bits of the edge */
@@ -64,7 +64,7 @@ static hpml_tensor *section(int number, hpml_tensor *x, hpml_tensor **scores)
         h = hpml_batchnorm(hpml_max_pool2d(h, 2, 0, 0), &norm); /* (B, 16, 7, 7) or (B, 24, 3, 3) */
         h = hpml_flatten(hpml_custom_op(&h, 1, &sign));
     }
-    *scores = hpml_linear(h, CLASSES, &exit);
+    *scores = hpml_linear(h, CLASSES, &last);
     return h;
 }
 
@@ -99,7 +99,7 @@ static hpml_status deploy(hpml_comm *c, int me)
     return hpml_ctx_status(ctx);
 }
 
-/* What a rank has to answer samples. */
+/* What a rank needs to answer samples. */
 typedef struct stage {
     hpml_comm   *comm;
     hpml_graph  *graph;
@@ -122,7 +122,7 @@ static double entropy(const float *score, uint8_t *best)
     return result / log(CLASSES);
 }
 
-/* Answers the n samples in s->sample, with the help of the ranks above, which for each batch get a number, even 0. */
+/* Answers the n samples in s->sample. The rank above gets how many samples follow, even if 0, and then their bits. */
 static void answer(stage *s, double threshold, int32_t n, uint8_t *answers, trial *t)
 {
     const int     me = hpml_comm_rank(s->comm);
@@ -193,6 +193,7 @@ static hpml_status compare(stage *s, uint64_t seed)
     trial               t[TRIALS];
     int                 best = -1;
     hpml_dataset       *digits = device ? digits_dataset(ctx, 2 * seed + 1, TESTED) : NULL;
+    if (device && !digits) return hpml_ctx_status(ctx);
     if (device) printf("   T    device     edge    cloud  accuracy  bytes a sample\n");
     for (int i = 0; i < TRIALS; i++) {
         if (run(s, thresholds[i], digits, &t[i]) != HPML_OK) return hpml_ctx_status(ctx);
@@ -219,9 +220,13 @@ static hpml_status rank(hpml_comm *c, void *user)
     const uint64_t       seed = *(uint64_t *)user;
     const int            me   = hpml_comm_rank(c);
     hpml_ctx            *ctx  = hpml_comm_ctx(c);
-    stage                s    = { .comm = c, .in = inputs[me], .out = inputs[me + 1] };
+    stage                s    = { .comm = c };
+    if (hpml_comm_size(c) != SECTIONS)
+        return hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "%d ranks, expected 3: device, edge, cloud", hpml_comm_size(c));
     if (me == CLOUD) train(ctx, seed);
     hpml_share(ctx, true); /* the section that the cloud now records again has the trained weights */
+    s.in    = inputs[me];
+    s.out   = inputs[me + 1];
     s.x     = hpml_input_2d(ctx, BATCH, s.in);
     s.up    = section(me, s.x, &s.scores);
     s.graph = hpml_graph_create(ctx, &(hpml_graph_desc){ .output_count = me == CLOUD ? 1 : 2, .predict = true,
@@ -234,7 +239,7 @@ int main(int argc, char **argv)
 {
     uint64_t         seed = argc > 1 ? strtoull(argv[1], NULL, 10) : 1;
     char             error[512];
-    hpml_launch_desc d = { .ranks = SECTIONS, .timeout = 600, .ctx = { .seed = seed, .threads = 1 } };
+    hpml_launch_desc d = { .run = "threads:3", .timeout = 600, .ctx = { .seed = seed, .threads = 1 } };
     if (hpml_launch(&d, rank, &seed, error, sizeof error) != HPML_OK) return fprintf(stderr, "%s\n", error), 1;
     return 0;
 }

@@ -300,6 +300,8 @@ check "heads of keys that do not divide those of queries are an error" '[ $? -eq
 fits timeout 60 build/36_edge
 check "a net over device, edge and cloud: most samples stay on the device, for a tenth of the bytes" \
     '[ $? -eq 0 ] && [ "$(grep -c "^[01]\.[0-9]* .* %" "$tmp/out")" = 7 ] && says "^T 0\.[0-9]*: [789].* bytes$"'
+HPML_RUN=threads:2 build/36_edge >"$tmp/out" 2>&1
+check "36_edge: another number of ranks is an error" '[ $? -eq 1 ] && says "2 ranks, expected 3"'
 fits timeout 60 build/37_compress "$tmp/net"
 check "a net in 8-bit integers, and pruned, in files that are read back" \
     '[ $? -eq 0 ] && says "^int8.* [4-9]\.[0-9] times" && says "^31 values.* [2-9][0-9]\.[0-9] times" &&
