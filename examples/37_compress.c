@@ -17,7 +17,8 @@
 #include <stdlib.h>
 
 enum { BATCH = 100, LEARN = 6000, TESTED = 2000, CLASSES = 10, HIDDEN = 128, PIXELS = DIGITS_PIXELS, LAYERS = 2 };
-enum { EPOCHS = 18, ROUNDS = 3, RETRAIN = 3, BOOK = 32, MOST = HIDDEN * PIXELS, FILE_BYTES = 4 * MOST, DAMAGES = 200 };
+enum { ALL = HIDDEN * (PIXELS + CLASSES), MOST = HIDDEN * PIXELS }; /* weights of both layers, of the larger one */
+enum { EPOCHS = 18, RETRAIN = 3, BOOK = 32, FILE_BYTES = 4 * MOST, DAMAGES = 200 };
 typedef enum kind { INT8, PRUNED } kind;
 
 static const int64_t inputs[LAYERS] = { PIXELS, HIDDEN }, outputs[LAYERS] = { HIDDEN, CLASSES };
@@ -79,24 +80,21 @@ static double accuracy(const float *score, const int32_t *label)
     return 100.0 * right / TESTED;
 }
 
-/* Prunes the smallest weights of both layers together. Finds the limit of small weights by halving its range. Returns
-   the share that is pruned. */
-static double prune(net *n, double share)
+/* Prunes a share of the weights of both layers, the smallest. Finds the limit of small weights by halving its range. */
+static void prune(net *n, double share)
 {
-    const double all = (double)(weights[0] + weights[1]);
-    double       low = 0, high = 10, pruned = 0;
-    for (int step = 0; step < 50; step++) {
-        const double limit = (low + high) / 2;
-        pruned = 0;
+    double low = 0, high = 10;
+    for (int step = 0; step <= 50; step++) {
+        const double limit = step < 50 ? (low + high) / 2 : high;
+        int64_t      count = 0;
         for (int l = 0; l < LAYERS; l++)
             for (int64_t i = 0; i < weights[l]; i++) {
                 n->pruned[l][i] = (double)fabsf(n->w[l][i]) <= limit;
-                pruned += n->pruned[l][i];
+                count += n->pruned[l][i];
             }
-        if (pruned < share * all) low = limit;
+        if ((double)count < share * ALL) low = limit;
         else high = limit;
     }
-    return pruned / all;
 }
 
 static void pack(const net *n, packed *p, kind k)
@@ -203,10 +201,11 @@ int main(int argc, char **argv)
     static packed  p[LAYERS], copy[LAYERS];
     static float   score[TESTED * CLASSES], again[TESTED * CLASSES];
     const uint64_t seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
-    double         right[4], size[2], bytes = 4.0 * (double)(weights[0] + weights[1] + outputs[0] + outputs[1]);
-    const char    *kinds[2] = { "int8", "pruned" };
+    double         right[4], size[2], bytes = 4.0 * (ALL + HIDDEN + CLASSES);
+    const char    *kinds[2] = { "int8", "pruned" }, *file = argc > 1 ? argv[1] : "digits";
     char           path[2][512];
-    for (int k = 0; k < 2; k++) snprintf(path[k], 512, "%s.%s", argc > 1 ? argv[1] : "digits", kinds[k]);
+    for (int k = 0; k < 2; k++)
+        if (snprintf(path[k], 512, "%s.%s", file, kinds[k]) > 511) return fail("FILE is too long");
     if (!create(&n, seed)) return 1; /* the log says why */
     for (int64_t i = 0; i < TESTED * PIXELS; i++) test_x[i] = (float)((const uint8_t *)n.test->x)[i] / 255;
     hpml_trainer_fit(n.trainer, n.learn, &(hpml_fit_desc){ .epochs = EPOCHS });
@@ -220,13 +219,15 @@ int main(int argc, char **argv)
     right[1] = accuracy(score, (const int32_t *)n.test->y);
     printf("int8, from its file  %.2f %%  %6.0f bytes  %4.1f times smaller\n", right[1], size[0], bytes / size[0]);
 
-    double share = 0;
+    double zeros = 0;
     for (int percent = 60; percent <= 90; percent += 15) {
-        share = prune(&n, 0.01 * percent);
+        prune(&n, 0.01 * percent);
         hpml_trainer_fit(n.trainer, n.learn, &(hpml_fit_desc){ .epochs = RETRAIN });
     }
     right[2] = test(&n, score);
-    printf("%.1f %% pruned        %.2f %%\n", 100 * share, right[2]);
+    for (int l = 0; l < LAYERS; l++)
+        for (int64_t i = 0; i < weights[l]; i++) zeros += n.w[l][i] == 0;
+    printf("%.1f %% are 0         %.2f %%\n", 100 * zeros / ALL, right[2]);
     pack(&n, p, PRUNED);
     size[PRUNED] = store(n.ctx, path[PRUNED], p, copy, PRUNED);
     if (size[PRUNED] < 0) return fail("the pruned file is not read back as written, or a damaged copy is accepted");
@@ -239,6 +240,7 @@ int main(int argc, char **argv)
     if (hpml_ctx_status(n.ctx) != HPML_OK) return 1; /* the log says why */
     if (memcmp(score, again, sizeof score) != 0) return fail("the model from its file predicts other scores");
     if (right[1] < right[0] - 0.5 || size[0] * 4 > bytes) return fail("int8 loses over 0.5 points, or is too large");
+    if (zeros < 0.9 * ALL) return fail("less than 90 % of the weights are 0");
     if (right[2] < right[0] - 1 || right[3] < right[0] - 1) return fail("pruning loses over 1 point");
     if (size[1] * 15 > bytes) return fail("the file of the pruned net is not 15 times smaller");
     printf("both files are read back bit for bit, %d damaged ones are refused\n", 2 * DAMAGES);
