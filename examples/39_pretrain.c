@@ -13,7 +13,6 @@
 #include "digits.h"
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 enum { BATCH = 100, LEARN = 4000, TESTED = 2000, FEW = 200, DRAWS = 3, STAGES = 3 };
 enum { CLASSES = 10, PIXELS = DIGITS_PIXELS };
