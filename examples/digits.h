@@ -230,4 +230,21 @@ static inline void digits_fill(uint64_t seed, int64_t first, int64_t count, uint
     for (i = 0; i < count; i++) labels[i] = (uint8_t)digits_draw(seed, first + i, images + i * DIGITS_PIXELS);
 }
 
+#ifdef HPML_VERSION /* hpml.h is included before this file */
+/* Samples 0 .. count - 1 as a dataset: x (784) pixels, y labels. NULL: an error, which is on the context. */
+static inline hpml_dataset *digits_dataset(hpml_ctx *ctx, uint64_t seed, int64_t count)
+{
+    const int64_t pixels = DIGITS_PIXELS;
+    uint8_t      *x = (uint8_t *)hpml_ctx_alloc(ctx, (size_t)(count * DIGITS_PIXELS), NULL);
+    int32_t      *y = (int32_t *)hpml_ctx_alloc(ctx, (size_t)count * sizeof *y, NULL);
+    hpml_dataset *d = NULL;
+    int64_t       i;
+    for (i = 0; x && y && i < count; i++) y[i] = (int32_t)digits_draw(seed, i, x + i * DIGITS_PIXELS);
+    if (x && y) d = hpml_dataset_create(ctx, count, HPML_DTYPE_U8, 1, &pixels, x, HPML_DTYPE_I32, 1, y);
+    hpml_ctx_release(ctx, x);
+    hpml_ctx_release(ctx, y);
+    return d;
+}
+#endif
+
 #endif /* DIGITS_H */

@@ -311,6 +311,21 @@ fits timeout 60 build/31_generate --steps 2 --length 24 --file "$tmp/generate.sa
 check "text with a cache: the scores of a whole pass" 'says "scores differ by [0-9.]*e-0[5-9] at most"'
 build/31_generate --kv-heads 4 >"$tmp/out" 2>&1
 check "heads of keys that do not divide those of queries are an error" '[ $? -eq 2 ]'
+fits timeout 60 build/36_edge
+check "a net over device, edge and cloud: most samples stay on the device, for a tenth of the bytes" \
+    '[ $? -eq 0 ] && [ "$(grep -c "^[01]\.[0-9]* .* %" "$tmp/out")" = 7 ] && says "^T 0\.[0-9]*: [789].* bytes$"'
+HPML_RUN=threads:2 build/36_edge >"$tmp/out" 2>&1
+check "36_edge: another number of ranks is an error" '[ $? -eq 1 ] && says "2 ranks, expected 3"'
+fits timeout 60 build/37_compress "$tmp/net"
+check "a net in 8-bit integers, and pruned, in files that are read back" \
+    '[ $? -eq 0 ] && says "^int8.* [4-9]\.[0-9] times" && says "^31 values.* [2-9][0-9]\.[0-9] times" &&
+        [ $(wc -c <"$tmp/net.pruned") -lt 27138 ] && says "400 damaged ones are refused"'
+build/37_compress "$tmp/none/net" >"$tmp/out" 2>&1
+check "37_compress: a folder that does not exist is an error" '[ $? -eq 1 ] && says "none/net.int8"'
+fits timeout 60 build/39_pretrain
+check "pretraining layer by layer: errors fall, accuracy with few labels rises" \
+    '[ $? -eq 0 ] && [ "$(grep -c "^stage [012].* -> 0\.[0-2]" "$tmp/out")" = 3 ] &&
+        awk "/^ *200 / { n += \$4 > \$2 } /^ *4000 / { n += \$4 > \$2 - 0.3 } END { exit n != 2 }" "$tmp/out"'
 fits timeout 60 build/20_lbfgs
 check "L-BFGS on ranks finds the weights of one rank; a slow worker costs little" \
     '[ $? -eq 0 ] && says "step 15  loss 0.4131487" && says "^portions: 4"'
