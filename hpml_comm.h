@@ -213,6 +213,7 @@
 //     program   the programs of a plan's ranks: layers, buckets, pipeline tasks
 //     program-step   the programs of a plan's ranks: whole steps, by strategy
 //     machines   machines by name, fabrics of nodes, what binds a layer
+//     delta   plays that begin where they differ from an earlier one
 //     forecast   a step of a plan on a machine: check, play, memory, text
 //     search   the fastest plan: all of them, or a walk through them
 #ifndef HPML_COMM_H_INCLUDED
@@ -1607,8 +1608,9 @@ HPML_API int hpml_roofline_text(const hpml_model_facts *facts, const hpml_machin
 /* Searches for the most samples a second. Tried are plans that differ from .base in the fields pipe, tensor, schedule,
    micro, shard, algorithm and codec, where .base has 0; data is what the other axes leave. If at most .exhaustive plans
    are legal, all are forecast; else a Metropolis walk takes the next legal value of one field at a time, and begins
-   again at the best plan when it has not found a better one for a while. These forecasts are of two steps, and play
-   equal replicas once on any number of ranks. */
+   again at the best plan when it has not found a better one for a while. These forecasts are of one step (plans with
+   servers: of eight), play equal replicas once on any number of ranks, and begin where a plan differs from one of the
+   last plans: the same bits as a whole forecast. In the end, the plans found are forecast for three steps. */
 typedef struct hpml_search_desc {
     uint32_t  _begin;
     hpml_plan base;       /* set fields stay */
@@ -1616,17 +1618,21 @@ typedef struct hpml_search_desc {
     int32_t   forecasts;  /* most forecasts of a walk; 0: 400 */
     bool      lossy;      /* true: plans with codecs are tried, too, which round gradients */
     uint64_t  seed;       /* of the walk */
+    bool      full;       /* true: every forecast begins at its beginning, for comparison: slower, the same results */
     uint32_t  _end;
 } hpml_search_desc;
+typedef struct hpml_search_counts {
+    int32_t forecasts;
+    int64_t messages, reused; /* simulated messages of all forecasts; of these, not simulated anew for a later plan */
+} hpml_search_counts;
 typedef struct hpml_found {
     hpml_plan       plan;
     hpml_prediction prediction;
 } hpml_found;
 /* Writes the best plans that were forecast, the best first, to `found`; returns how many: at most `capacity`. -1: an
-   error, with the reason in `error`: no plan is possible, or fits the memory. *forecasts (may be NULL): how many plans
-   were forecast. */
+   error, with the reason in `error`: no plan is possible, or fits the memory. counts: may be NULL. */
 HPML_API int hpml_search(const hpml_search_desc *desc, const hpml_model_facts *facts, const hpml_machine *machine,
-                         hpml_found *found, int capacity, int *forecasts, char *error, size_t size);
+                         hpml_found *found, int capacity, hpml_search_counts *counts, char *error, size_t size);
 /* Writes as text the first two of `count` plans that hpml_search found, and the term of the step's time by which they
    differ most. As snprintf. */
 HPML_API int hpml_search_text(const hpml_found *found, int count, char *buffer, size_t size);
@@ -1669,8 +1675,8 @@ HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, cha
 HPMLC_REF(hpml_forecast, (const hpml_plan &plan, const hpml_model_facts &facts, const hpml_machine &machine,
           hpml_prediction *out, char *error, size_t size), (&plan, &facts, &machine, out, error, size))
 HPMLC_REF(hpml_search, (const hpml_search_desc &d, const hpml_model_facts &facts, const hpml_machine &machine,
-          hpml_found *found, int capacity, int *forecasts, char *error, size_t size),
-          (&d, &facts, &machine, found, capacity, forecasts, error, size))
+          hpml_found *found, int capacity, hpml_search_counts *counts, char *error, size_t size),
+          (&d, &facts, &machine, found, capacity, counts, error, size))
 HPMLC_REF(hpml_pipe_simulate, (const hpml_pipe_desc &d, hpml_pipe_simulation *out, hpml_pipe_span *spans, int capacity,
           char *error, size_t size), (&d, out, spans, capacity, error, size))
 HPMLC_REF(hpml_pipe_cut, (const hpml_pipe_cut_desc &d, hpml_pipe_stage *stages, double *pace, char *error, size_t size),
@@ -16720,6 +16726,7 @@ struct hpmlc_sim {
     int               streams;            /* actors of a rank: 2, or 1 where ranks have no programs */
     double           *waited;             /* (p) seconds each actor waited in its current act; NULL: no programs */
     bool            (*program)(hpmlc_sim *s, int r); /* sets actor r's move; false: none. NULL: no programs */
+    void            (*mark)(hpmlc_sim *s);  /* called before each message is sent; NULL: none */
 };
 
 HPMLC_FN void hpmlc_sim_close(hpmlc_sim *s)
@@ -16976,9 +16983,7 @@ HPMLC_FN void hpmlc_sim_advance(hpmlc_sim *s, int r, bool sent)
     }
 }
 
-/* Simulates the collective of s message by message: repeatedly takes, from a queue of the ranks that can send, the rank
-   with the earliest clock, and sends its next message. */
-HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
+HPMLC_FN void hpmlc_sim_begin(hpmlc_sim *s) /* fills the queue with the ranks that can send */
 {
     s->runs = 0;
     for (int r = 0; r < s->p; r++) {
@@ -16987,7 +16992,14 @@ HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
         q->want = q->first = q->last = -1;
     }
     for (int r = 0; r < s->p; r++) hpmlc_sim_advance(s, r, false);
+}
+
+/* Simulates the collective of s message by message: repeatedly takes, from the queue, the rank with the earliest clock,
+   and sends its next message. */
+HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
+{
     while (s->runs > 0 && !s->failed) {
+        if (s->mark) s->mark(s);
         int             r = hpmlc_sim_pop(s), to = s->rank[r].to;
         double          arrival = hpmlc_sim_send(s, r, to, s->rank[r].bytes);
         hpmlc_sim_rank *q = &s->rank[to];
@@ -17148,7 +17160,10 @@ HPMLC_FN bool hpmlc_sim_run(hpmlc_sim *s)
     if (to_all && !s->plain && hpmlc_sim_alike(s)) hpmlc_sim_all_to_all(s);
     else if (!to_all && !s->plain && !s->mixed && hpmlc_sim_is_ring(s))
         hpmlc_sim_ring(s, s->phases[0] == 2 ? 2 * (s->p - 1) : s->p - 1);
-    else hpmlc_sim_queue(s);
+    else {
+        hpmlc_sim_begin(s);
+        hpmlc_sim_queue(s);
+    }
     return !s->failed;
 }
 
@@ -17691,7 +17706,11 @@ typedef struct hpmlc_acts {
     bool       failed;                /* out of memory */
 } hpmlc_acts;
 
-typedef struct hpmlc_role { hpmlc_acts own, background; } hpmlc_role;
+typedef struct hpmlc_role {
+    hpmlc_acts own, background;
+    int        same;  /* so many acts at the beginning of .own are those of an earlier play; all: both lists are */
+    bool       all;
+} hpmlc_role;
 
 typedef struct hpmlc_layouts hpmlc_layouts; /* list: of a group, each rank's node, on which AUTO's choice depends */
 struct hpmlc_layouts {
@@ -17706,11 +17725,14 @@ typedef struct hpmlc_actor {
     bool              begun;        /* true: the collective of the current act has begun */
     bool              idle;         /* true: waits, own thread for a job's end, background for a job */
     int64_t           jobs;         /* own thread: jobs that it has posted; background: jobs that have ended */
+    int32_t           place[HPMLC_GROUPS]; /* the rank's position in its group of each kind */
     hpmlc_layouts    *layout[HPMLC_GROUPS];
-    double            term[HPML_TERM_COUNT], link[2]; /* seconds after the first step: of each term; of waiting for
+    double            term[HPML_TERM_COUNT], link[2]; /* seconds from step hpmlc_play.from on: of each term; of waiting for
                                        messages, not in bubbles, [0] within a node, [1] between nodes */
 } hpmlc_actor;
 
+typedef struct hpmlc_moments hpmlc_moments; /* >>delta */
+typedef struct hpmlc_memo hpmlc_memo;
 typedef struct hpmlc_play {
     hpmlc_sim      net;             /* messages of actors: 2 r is the background of rank r, 2 r + 1 its own thread */
     int            ranks, workers;  /* ranks [workers, ranks) are servers */
@@ -17719,9 +17741,11 @@ typedef struct hpmlc_play {
                                        by AUTO, which for small sums prefers that one rank serves all others */
     int            size[HPML_AXES], stride[HPML_AXES]; /* of each axis: ranks; step of rank numbers */
     unsigned       mask[HPMLC_GROUPS]; /* bit k: the group's ranks differ in their position on axis k */
+    int            only[HPMLC_GROUPS]; /* of each group, the one axis with several ranks; -1: there are more, or none */
     const hpml_network *network;
+    int32_t       *node;            /* (ranks) number of each rank's node */
     int            nodes;
-    int            steps;
+    int            steps, from;     /* number of steps; the first step of which the times count */
     double         origin;          /* virtual time of all clocks before the first step */
     double        *ends;            /* (steps) latest clock at the end of each step */
     hpmlc_role    *role;            /* (roles) one for each stage of the pipeline, then one for each server */
@@ -17731,6 +17755,9 @@ typedef struct hpmlc_play {
                                        posted last, and ended last */
     int            jobs;            /* most jobs that a role has in a step */
     hpmlc_layouts *layouts;
+    hpmlc_moments *moments;         /* states of the play, for later plays to begin with; NULL: none are kept */
+    int64_t        sent, due;       /* messages sent until now; the state is kept again when .sent is so large */
+    bool           posted_any;      /* true: a background has had a job */
 } hpmlc_play;
 
 HPMLC_FN hpmlc_play *hpmlc_play_of(hpmlc_sim *s) { return (hpmlc_play *)(void *)s; } /* .net is the first member */
@@ -17783,7 +17810,9 @@ HPMLC_FN int hpmlc_group_place(const hpmlc_play *y, int group, int rank)
 /* Returns which rank is at position `place` of the group of kind `group` to which rank `rank` belongs. */
 HPMLC_FN int hpmlc_group_rank(const hpmlc_play *y, int group, int rank, int place)
 {
+    const int only = y->only[group];
     if (group == HPMLC_GROUP_ALL) return place;
+    if (only >= 0) return rank + (place - hpmlc_play_at(y, rank, only)) * y->stride[only];
     for (int i = 0; i < HPML_AXES; i++) {
         const int k = (int)hpmlc_axis_order[i];
         if (!(y->mask[group] >> k & 1)) continue;
@@ -17793,17 +17822,15 @@ HPMLC_FN int hpmlc_group_rank(const hpmlc_play *y, int group, int rank, int plac
     return rank;
 }
 
-HPMLC_FN int hpmlc_play_node(const hpmlc_play *y, int rank) { return hpmlc_network_node(y->network, y->nodes, rank); }
-
 /* Returns the layout of the group of kind `group` to which rank `rank` belongs: the existing one of another group of
    that kind whose ranks are spread over nodes alike, or a new one. NULL: out of memory. */
 HPMLC_FN hpmlc_layouts *hpmlc_group_layout(hpmlc_play *y, int group, int rank)
 {
-    const int p = hpmlc_group_size(y, group), first = hpmlc_play_node(y, hpmlc_group_rank(y, group, rank, 0));
+    const int p = hpmlc_group_size(y, group), first = y->node[hpmlc_group_rank(y, group, rank, 0)];
     for (hpmlc_layouts *l = y->layouts; l; l = l->next) {
         int i = 0;
         if (l->group != group || (l->c.node[0] == 0) != (first == 0)) continue;
-        while (i < p && hpmlc_play_node(y, hpmlc_group_rank(y, group, rank, i)) - first == l->c.node[i] - l->c.node[0])
+        while (i < p && y->node[hpmlc_group_rank(y, group, rank, i)] - first == l->c.node[i] - l->c.node[0])
             i++;
         if (i == p) return l;
     }
@@ -17814,7 +17841,7 @@ HPMLC_FN hpmlc_layouts *hpmlc_group_layout(hpmlc_play *y, int group, int rank)
     l->c.size = p;
     l->c.node = (int32_t *)(void *)(l + 1);
     l->c.is_virtual = true;
-    for (int i = 0; i < p; i++) l->c.node[i] = hpmlc_play_node(y, hpmlc_group_rank(y, group, rank, i));
+    for (int i = 0; i < p; i++) l->c.node[i] = y->node[hpmlc_group_rank(y, group, rank, i)];
     hpmlc_comm_links(&l->c, y->network, y->nodes);
     hpmlc_comm_layout(&l->c);
     y->layouts = l;
@@ -17827,20 +17854,20 @@ HPMLC_FN hpmlc_layouts *hpmlc_group_layout(hpmlc_play *y, int group, int rank)
 HPMLC_FN void hpmlc_play_set(hpmlc_play *y, int a, int group, int to, int from, int64_t bytes, int tag)
 {
     hpmlc_sim_rank *q = &y->net.rank[a];
-    const int       rank = a / 2, mine = hpmlc_play_node(y, rank);
+    const int       rank = a / 2, mine = y->node[rank];
     q->to    = -1;
     q->from  = -1;
     q->bytes = bytes;
     q->tag   = tag;
     if (to >= 0) {
         to     = hpmlc_group_rank(y, group, rank, to);
-        q->far = hpmlc_play_node(y, to) != mine;
-        q->to  = to % y->unit * 2 + a % 2;
+        q->far = y->node[to] != mine;
+        q->to  = (to < y->unit ? to : to % y->unit) * 2 + a % 2;
     }
     if (from < 0) return;
     from        = hpmlc_group_rank(y, group, rank, from);
-    q->far_from = hpmlc_play_node(y, from) != mine;
-    q->from     = from % y->unit * 2 + a % 2;
+    q->far_from = y->node[from] != mine;
+    q->from     = (from < y->unit ? from : from % y->unit) * 2 + a % 2;
 }
 
 /* Begins the collective of act `act`: gives actor a the phases of the collective's algorithm. Collectives from
@@ -17848,7 +17875,7 @@ HPMLC_FN void hpmlc_play_set(hpmlc_play *y, int a, int group, int to, int from, 
 HPMLC_FN void hpmlc_collect_begin(hpmlc_play *y, int a, const hpmlc_act *act)
 {
     hpml_comm      *c  = &y->actor[a].layout[act->group]->c;
-    const int       me = hpmlc_group_place(y, act->group, a / 2);
+    const int       me = y->actor[a].place[act->group];
     hpml_algorithm  algorithm = act->algorithm;
     hpmlc_phases    all;
     all.count = 0;
@@ -17870,7 +17897,7 @@ HPMLC_FN void hpmlc_collect_begin(hpmlc_play *y, int a, const hpmlc_act *act)
 HPMLC_FN bool hpmlc_collect_move(hpmlc_play *y, int a, const hpmlc_act *act)
 {
     hpmlc_sim_rank *q = &y->net.rank[a];
-    const int       p = hpmlc_group_size(y, act->group), me = hpmlc_group_place(y, act->group, a / 2);
+    const int       p = y->actor[a].layout[act->group]->c.size, me = y->actor[a].place[act->group];
     if (act->collective < HPMLC_STRIPES) {
         y->net.size = act->size;
         if (!hpmlc_sim_phase_move(&y->net, a)) return false;
@@ -17886,11 +17913,11 @@ HPMLC_FN bool hpmlc_collect_move(hpmlc_play *y, int a, const hpmlc_act *act)
 }
 
 /* Adds `seconds`, for which own thread a has waited in the act, to the act's term and, unless this is the idle time of
-   the pipeline, to a's waits for links between nodes (far: true) or within one. The first step does not count. */
+   the pipeline, to a's waits for links between nodes (far: true) or within one. Steps before y->from do not count. */
 HPMLC_FN void hpmlc_actor_waited(hpmlc_play *y, int a, const hpmlc_act *act, double seconds, bool far)
 {
     hpmlc_actor *actor = &y->actor[a];
-    if (actor->step == 0 || seconds <= 0) return;
+    if (actor->step < y->from || seconds <= 0) return;
     actor->term[act->term] += seconds;
     actor->link[far] += act->term == HPML_TERM_BUBBLE ? 0 : seconds;
 }
@@ -17944,6 +17971,7 @@ HPMLC_FN void hpmlc_act_post(hpmlc_play *y, int a)
     hpmlc_actor *actor = &y->actor[a], *other = &y->actor[a - 1];
     y->posted[(int64_t)(a / 2) * y->jobs + actor->jobs % other->acts->jobs] = y->net.clock[a];
     actor->jobs++;
+    y->posted_any = true;
     hpmlc_actor_next(y, a);
     if (other->idle) hpmlc_sim_advance(&y->net, a - 1, false);
 }
@@ -17976,7 +18004,7 @@ HPMLC_FN bool hpmlc_play_move(hpmlc_sim *s, int a)
         switch (act->kind) {
         case HPMLC_ACT_COMPUTE:
             s->clock[a] += act->seconds * slow;
-            if (actor->step > 0) actor->term[act->term] += act->seconds * slow;
+            if (actor->step >= y->from) actor->term[act->term] += act->seconds * slow;
             hpmlc_actor_next(y, a);
             break;
         case HPMLC_ACT_SEND:
@@ -18001,6 +18029,21 @@ HPMLC_FN bool hpmlc_play_move(hpmlc_sim *s, int a)
         }
     }
     return false;
+}
+
+HPMLC_FN hpmlc_role *hpmlc_play_role(const hpmlc_play *y, int rank) /* the role whose program the rank has */
+{
+    if (rank < y->workers) return &y->role[hpmlc_play_at(y, rank, HPML_AXIS_PIPE)];
+    return &y->role[y->size[HPML_AXIS_PIPE] + rank - y->workers];
+}
+
+HPMLC_FN void hpmlc_roles_free(hpmlc_role *role, int roles)
+{
+    for (int r = 0; role && r < roles; r++) {
+        free(role[r].own.item);
+        free(role[r].background.item);
+    }
+    free(role);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -18819,6 +18862,253 @@ HPML_API int hpml_roofline_text(const hpml_model_facts *facts, const hpml_machin
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>delta   plays that begin where they differ from an earlier one
+// ---------------------------------------------------------------------------------------------------------------------
+/* A search plays plans that differ in a field or two. Until some rank comes to an act in which its program differs from
+   the one of an earlier play, both plays are in the same state, bit for bit. So a play keeps its state now and then, and
+   a later play begins with the last state that both have in common (delta simulation: Jia et al. 2019, "FlexFlow"). A
+   play with another codec, algorithm or shard begins where the first gradients are final; one with the same programs has
+   nothing left to play. States are kept until the first job of a background is posted, because plans that agree until
+   then differ in that job, and at the end of a play. */
+enum { HPMLC_STATES = 8, HPMLC_PLAYS = 16, HPMLC_STATE_BYTES = 1 << 20 /* larger states are not kept */ };
+
+typedef struct hpmlc_moment { /* the state of a play before a message is sent; the arrays' contents follow the struct */
+    int       refs;    /* number of lists (hpmlc_moments) that have it */
+    bool      last;    /* true: the play is over */
+    int64_t   sent;    /* messages sent until then */
+    hpmlc_sim net;     /* for the members that are neither arrays nor the same in all plays */
+} hpmlc_moment;
+
+struct hpmlc_moments {
+    hpmlc_moment *item[HPMLC_STATES + 1];
+    int           count;
+    int64_t       every; /* messages from one state to the next */
+};
+
+typedef struct hpmlc_kept { /* what is left of a play */
+    hpmlc_moments moments;
+    hpmlc_role   *role;  /* (roles) its programs; NULL: this place is free */
+    int           roles, unit, size[HPML_AXES];
+    int64_t       used;  /* hpmlc_memo.turn when the play was kept, or a later one began with a state of it */
+} hpmlc_kept;
+
+struct hpmlc_memo {
+    hpml_network  network;
+    hpmlc_kept    play[HPMLC_PLAYS];
+    hpmlc_moments now;          /* of the play that runs */
+    int64_t       turn, sent, reused; /* plays until now; their messages, all and those that were not played again */
+    bool          off;          /* true: every play begins at its beginning */
+};
+
+typedef struct hpmlc_range { void *at; size_t bytes; } hpmlc_range;
+enum { HPMLC_RANGES = 8 };
+
+/* Sets all[0 .. HPMLC_RANGES - 1] to the arrays that make up a play's state as long as no job has been posted; returns
+   their bytes. */
+HPMLC_FN size_t hpmlc_play_arrays(const hpmlc_play *y, hpmlc_range all[HPMLC_RANGES])
+{
+    const hpmlc_sim  *s = &y->net;
+    const size_t      n = (size_t)s->p, cards = n + (size_t)s->nodes;
+    const hpmlc_range list[HPMLC_RANGES] = {
+        { s->clock, (n + 2 * cards) * sizeof(double) }, { s->bytes, 2 * n * sizeof(int64_t) },
+        { s->phase, HPMLC_PHASES * n * sizeof(hpmlc_phase) }, { s->phases, n * sizeof(int32_t) },
+        { s->rank, n * sizeof(hpmlc_sim_rank) }, { s->run, 2 * n * sizeof(hpmlc_sim_event) },
+        { s->waited, n * sizeof(double) }, { y->ends, (size_t)y->steps * sizeof(double) },
+    };
+    size_t bytes = 0;
+    for (int i = 0; i < HPMLC_RANGES; i++) {
+        all[i] = list[i];
+        bytes += list[i].bytes;
+    }
+    return bytes;
+}
+
+HPMLC_FN void hpmlc_moment_release(hpmlc_moment *m)
+{
+    if (--m->refs == 0) free(m);
+}
+
+HPMLC_FN void hpmlc_moments_clear(hpmlc_moments *all)
+{
+    while (all->count > 0) hpmlc_moment_release(all->item[--all->count]);
+}
+
+/* Appends the play's state to its list of states. Of a full list every other state is dropped before. */
+HPMLC_FN void hpmlc_moment_keep(hpmlc_play *y, bool last)
+{
+    hpmlc_moments *all = y->moments;
+    hpmlc_range    array[HPMLC_RANGES];
+    const size_t   actors = (size_t)y->net.p * sizeof(hpmlc_actor);
+    const size_t   letters = (size_t)y->net.letters * sizeof(hpmlc_sim_letter);
+    const size_t   bytes = hpmlc_play_arrays(y, array) + actors + letters;
+    if (bytes > HPMLC_STATE_BYTES && !last) return;
+    if (all->count == HPMLC_STATES && !last) {
+        for (int i = 0; i < HPMLC_STATES; i += 2) {
+            hpmlc_moment_release(all->item[i]);
+            all->item[i / 2] = all->item[i + 1];
+        }
+        all->count /= 2;
+        all->every *= 2;
+    }
+    hpmlc_moment *m = (hpmlc_moment *)malloc(sizeof *m + bytes);
+    if (!m) return;
+    m->refs = 1;
+    m->last = last;
+    m->sent = y->sent;
+    m->net  = y->net;
+    char *to = (char *)(m + 1);
+    memcpy(to, y->actor, actors);
+    to += actors;
+    if (letters > 0) memcpy(to, y->net.letter, letters);
+    to += letters;
+    for (int i = 0; i < HPMLC_RANGES; to += array[i++].bytes) memcpy(to, array[i].at, array[i].bytes);
+    all->item[all->count++] = m;
+}
+
+/* Sets play y, whose memory is there, to the state m of another play. False: out of memory. */
+HPMLC_FN bool hpmlc_moment_load(hpmlc_play *y, const hpmlc_moment *m)
+{
+    hpmlc_sim         *s = &y->net;
+    const hpmlc_actor *actor = (const hpmlc_actor *)(const void *)(m + 1);
+    const size_t       letters = (size_t)m->net.letters * sizeof(hpmlc_sim_letter);
+    hpmlc_range        array[HPMLC_RANGES];
+    if (letters > 0) s->letter = (hpmlc_sim_letter *)malloc(letters);
+    if (letters > 0 && !s->letter) return false;
+    hpmlc_play_arrays(y, array);
+    for (int a = 0; a < s->p; a++) {
+        hpmlc_actor now = actor[a];
+        now.acts = y->actor[a].acts;
+        memcpy(now.layout, y->actor[a].layout, sizeof now.layout);
+        y->actor[a] = now;
+    }
+    const char *from = (const char *)(actor + s->p);
+    if (letters > 0) memcpy(s->letter, from, letters);
+    from += letters;
+    for (int i = 0; i < HPMLC_RANGES; from += array[i++].bytes) memcpy(array[i].at, from, array[i].bytes);
+    s->between     = m->net.between;
+    s->runs        = m->net.runs;
+    s->letters     = m->net.letters;
+    s->free_letter = m->net.free_letter;
+    y->sent        = m->sent;
+    return true;
+}
+
+HPMLC_FN void hpmlc_play_mark(hpmlc_sim *s) /* counts a message; keeps the play's state if it is time to */
+{
+    hpmlc_play *y = hpmlc_play_of(s);
+    if (y->moments && y->sent >= y->due && !y->posted_any) {
+        hpmlc_moment_keep(y, false);
+        y->due = y->sent + y->moments->every;
+    }
+    y->sent++;
+}
+
+HPMLC_FN int hpmlc_acts_same(const hpmlc_acts *a, const hpmlc_acts *b) /* how many acts at the beginning are the same */
+{
+    const int count = (int)hpmlc_min(a->count, b->count);
+    int       i = 0;
+    while (i < count && memcmp(&a->item[i], &b->item[i], sizeof *a->item) == 0) i++;
+    return i;
+}
+
+/* Sets role.same and .all of play y by the programs of a kept play. False: its ranks are others. */
+HPMLC_FN bool hpmlc_roles_compare(hpmlc_play *y, const hpmlc_kept *kept)
+{
+    if (!kept->role || kept->roles != y->roles || kept->unit != y->unit ||
+        memcmp(kept->size, y->size, sizeof y->size) != 0)
+        return false;
+    for (int i = 0; i < y->roles; i++) {
+        hpmlc_role       *r = &y->role[i];
+        const hpmlc_role *old = &kept->role[i];
+        r->same = hpmlc_acts_same(&r->own, &old->own);
+        r->all  = r->same == r->own.count && r->same == old->own.count &&
+                 r->background.count == old->background.count &&
+                 hpmlc_acts_same(&r->background, &old->background) == r->background.count;
+    }
+    return true;
+}
+
+/* Returns whether the state m, of the kept play with which y's programs were compared, is also a state of y: no rank has
+   come to an act that differs. */
+HPMLC_FN bool hpmlc_moment_fits(const hpmlc_play *y, const hpmlc_moment *m)
+{
+    const hpmlc_actor *actor = (const hpmlc_actor *)(const void *)(m + 1);
+    for (int r = 0; r < y->unit; r++) {
+        const hpmlc_role  *role = hpmlc_play_role(y, r);
+        const hpmlc_actor *own = &actor[2 * r + 1];
+        if (!role->all && (m->last || own->step > 0 || own->at >= role->same)) return false;
+    }
+    return true;
+}
+
+/* Sets play y, which has not begun, to the last state that it has in common with a play of the memo, and lets it keep
+   states. False: it has none in common, or there is no memory: y must begin at the beginning. */
+HPMLC_FN bool hpmlc_memo_resume(hpmlc_memo *memo, hpmlc_play *y)
+{
+    hpmlc_kept *from = NULL;
+    int         at = 0;
+    hpmlc_moments_clear(&memo->now);
+    memo->now.every = 8 * (int64_t)y->unit;
+    memo->turn++;
+    y->net.mark = hpmlc_play_mark;
+    y->moments  = memo->off ? NULL : &memo->now;
+    y->due      = memo->now.every;
+    for (int k = 0; k < HPMLC_PLAYS && !memo->off; k++) {
+        hpmlc_kept *kept = &memo->play[k];
+        int         i = kept->moments.count - 1;
+        if (!hpmlc_roles_compare(y, kept)) continue;
+        while (i >= 0 && !hpmlc_moment_fits(y, kept->moments.item[i])) i--;
+        if (i < 0 || (from && kept->moments.item[i]->sent <= from->moments.item[at]->sent)) continue;
+        from = kept;
+        at   = i;
+    }
+    if (!from || !hpmlc_moment_load(y, from->moments.item[at])) return false;
+    from->used = memo->turn;
+    memo->reused += y->sent;
+    memo->now.every = from->moments.every;
+    y->due          = y->sent + memo->now.every;
+    if (from->moments.item[at]->last) y->moments = NULL; /* the kept play serves later ones */
+    for (int i = 0; i <= at && y->moments; i++) {
+        memo->now.item[memo->now.count++] = from->moments.item[i];
+        from->moments.item[i]->refs++;
+    }
+    return true;
+}
+
+HPMLC_FN void hpmlc_kept_free(hpmlc_kept *kept)
+{
+    hpmlc_moments_clear(&kept->moments);
+    hpmlc_roles_free(kept->role, kept->roles);
+    kept->role = NULL;
+}
+
+/* Takes states and programs of play y, which is over, into the memo, in place of the play that was not used longest. */
+HPMLC_FN void hpmlc_memo_keep(hpmlc_memo *memo, hpmlc_play *y)
+{
+    hpmlc_kept *place = &memo->play[0];
+    memo->sent += y->sent;
+    if (!y->moments) return;
+    hpmlc_moment_keep(y, true);
+    for (int k = 1; k < HPMLC_PLAYS; k++)
+        if (memo->play[k].used < place->used) place = &memo->play[k];
+    hpmlc_kept_free(place);
+    place->moments = memo->now;
+    place->role    = y->role;
+    place->roles   = y->roles;
+    place->unit    = y->unit;
+    place->used    = memo->turn;
+    memcpy(place->size, y->size, sizeof y->size);
+    memo->now.count = 0;
+    y->role         = NULL;
+}
+
+HPMLC_FN void hpmlc_memo_free(hpmlc_memo *memo)
+{
+    for (int k = 0; k < HPMLC_PLAYS; k++) hpmlc_kept_free(&memo->play[k]);
+    hpmlc_moments_clear(&memo->now);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>forecast   a step of a plan on a machine: check, play, memory, text
 // ---------------------------------------------------------------------------------------------------------------------
 HPML_API const char *hpml_term_name(hpml_term term)
@@ -18898,6 +19188,15 @@ HPMLC_FN void hpmlc_play_axes(hpmlc_play *y, const hpml_plan *p)
         stride *= y->size[k];
     }
     y->mask[HPMLC_GROUP_REPLICAS] = 1u << HPML_AXIS_DATA | 1u << HPML_AXIS_SEQUENCE | 1u << HPML_AXIS_EXPERT;
+    for (int g = 0; g < HPMLC_GROUPS; g++) {
+        int many = 0;
+        for (int k = 0; k < HPML_AXES; k++) {
+            if (!(y->mask[g] >> k & 1) || y->size[k] == 1) continue;
+            y->only[g] = k;
+            many++;
+        }
+        if (many != 1) y->only[g] = -1;
+    }
     y->roles = y->size[HPML_AXIS_PIPE] + p->servers;
 }
 
@@ -18941,6 +19240,25 @@ HPMLC_FN void hpmlc_play_fold(hpmlc_play *y)
     if (alike) y->unit = unit;
 }
 
+/* Replaces AUTO in the acts by the algorithm that it chooses, if that is the same in all groups. So programs are the same
+   where a plan names the algorithm that AUTO chooses in another. */
+HPMLC_FN void hpmlc_acts_choose(const hpmlc_play *y, hpmlc_acts *acts)
+{
+    for (int i = 0; i < acts->count; i++) {
+        hpmlc_act     *act = &acts->item[i];
+        hpml_algorithm choice = HPML_AUTO;
+        bool           alike = true;
+        if (act->kind != HPMLC_ACT_COLLECT || act->collective != HPMLC_ALLREDUCE || act->algorithm != HPML_AUTO) continue;
+        for (hpmlc_layouts *l = y->layouts; l; l = l->next) {
+            if (l->group != act->group) continue;
+            const hpml_algorithm a = hpml_comm_choose(&l->c, act->n * (int64_t)act->size);
+            alike  = alike && (choice == HPML_AUTO || choice == a);
+            choice = a;
+        }
+        if (alike) act->algorithm = choice;
+    }
+}
+
 /* Takes memory for the actors of y->unit ranks, and gives each actor its role's program and the layouts of its rank's
    groups. False: out of memory. */
 HPMLC_FN bool hpmlc_play_actors(hpmlc_play *y)
@@ -18955,11 +19273,12 @@ HPMLC_FN bool hpmlc_play_actors(hpmlc_play *y)
     if (!y->actor || !y->posted || !y->ends || !y->net.waited) return false;
     y->ended = y->posted + n * (size_t)y->jobs;
     for (int r = 0; r < y->unit; r++) {
-        const int   pipe = y->size[HPML_AXIS_PIPE];
-        hpmlc_role *role = &y->role[r < y->workers ? hpmlc_play_at(y, r, HPML_AXIS_PIPE) : pipe + r - y->workers];
+        hpmlc_role *role = hpmlc_play_role(y, r);
         y->actor[2 * r].idle     = true;
         y->actor[2 * r].acts     = &role->background;
         y->actor[2 * r + 1].acts = &role->own;
+        for (int g = 0; g < HPMLC_GROUPS && r < y->workers; g++)
+            y->actor[2 * r].place[g] = y->actor[2 * r + 1].place[g] = hpmlc_group_place(y, g, r);
         for (int g = 0; g < HPMLC_GROUP_ALL; g++) {
             if (r >= y->workers || hpmlc_group_size(y, g) == 1) continue;
             hpmlc_layouts *l = hpmlc_group_layout(y, g, r);
@@ -18968,6 +19287,10 @@ HPMLC_FN bool hpmlc_play_actors(hpmlc_play *y)
             y->actor[2 * r + 1].layout[g] = l;
         }
     }
+    for (int r = 0; r < y->roles; r++) {
+        hpmlc_acts_choose(y, &y->role[r].own);
+        hpmlc_acts_choose(y, &y->role[r].background);
+    }
     for (int a = 0; a < 2 * y->unit; a++) y->net.clock[a] = y->origin;
     return true;
 }
@@ -18975,24 +19298,22 @@ HPMLC_FN bool hpmlc_play_actors(hpmlc_play *y)
 HPMLC_FN void hpmlc_play_close(hpmlc_play *y)
 {
     hpmlc_sim_close(&y->net);
-    for (int r = 0; y->role && r < y->roles; r++) {
-        free(y->role[r].own.item);
-        free(y->role[r].background.item);
-    }
+    hpmlc_roles_free(y->role, y->roles);
     while (y->layouts) {
         hpmlc_layouts *l = y->layouts;
         y->layouts = l->next;
         free(l);
     }
-    free(y->role);
+    free(y->node);
     free(y->actor);
     free(y->posted);
     free(y->ends);
 }
 
 /* Makes the programs of a plan for which hpmlc_forecast_begin was called, and plays y->steps steps from the clock
-   y->origin on. whole: true: plays all ranks; false: where ranks do the same at the same times, one of them for all. */
-HPMLC_FN hpml_status hpmlc_play_run(hpmlc_play *y, hpmlc_maker *k, bool whole, const hpmlc_text *to)
+   y->origin on. whole: true: plays all ranks; false: where ranks do the same at the same times, one of them for all.
+   memo: earlier plays, of which a state is taken where this play is the same up to there (>>delta); may be NULL. */
+HPMLC_FN hpml_status hpmlc_play_run(hpmlc_play *y, hpmlc_maker *k, bool whole, hpmlc_memo *memo, const hpmlc_text *to)
 {
     const size_t      layers = (size_t)k->f->layers;
     const hpml_status memory = HPML_ERR_MEMORY;
@@ -19012,6 +19333,7 @@ HPMLC_FN hpml_status hpmlc_play_run(hpmlc_play *y, hpmlc_maker *k, bool whole, c
     y->unit = y->ranks;
     if (!whole) hpmlc_play_fold(y);
     bool good = hpmlc_play_actors(y);
+    if (good && !(memo && hpmlc_memo_resume(memo, y))) hpmlc_sim_begin(&y->net);
     if (good) hpmlc_sim_queue(&y->net);
     for (int r = 0; r < y->unit && good; r++) good = !y->net.failed && y->actor[2 * r + 1].step == y->steps;
     return good ? HPML_OK : hpmlc_refuse(to, memory, "forecast: no memory for %d ranks", y->unit);
@@ -19062,12 +19384,12 @@ HPMLC_FN hpml_status hpmlc_forecast_memory(hpmlc_maker *k, int64_t *out, const h
                         1e-9 * (double)k->m->memory, k->m->name ? k->m->name : "");
 }
 
-/* Sets the fields of *out, but for .memory and .buckets, from the clocks and counts of the steps that were played. */
+/* Sets the fields of *out, but for .memory, from the clocks and counts of the steps that were played. */
 HPMLC_FN void hpmlc_forecast_read(const hpmlc_maker *k, hpml_prediction *out)
 {
     const hpmlc_play *y = k->y;
     const int64_t     period = k->p->strategy == HPML_STRATEGY_SYNC || k->p->servers > 0 ? 1 : k->p->period;
-    const double      steps = (double)((y->steps - 1) * period);
+    const double      steps = (double)((y->steps - y->from) * period);
     int               readers = 0;
     for (int r = 0; r < y->unit && r < y->workers; r++, readers++) {
         const hpmlc_actor *a = &y->actor[2 * r + 1];
@@ -19084,29 +19406,30 @@ HPMLC_FN void hpmlc_forecast_read(const hpmlc_maker *k, hpml_prediction *out)
         out->rank_bytes = hpmlc_max(out->rank_bytes, y->net.bytes[2 * r] + y->net.bytes[2 * r + 1]);
     out->rank_bytes /= y->steps * period;
     out->between_bytes = y->net.between / (y->steps * period) * (y->ranks / y->unit);
-    out->step_s  = (y->ends[y->steps - 1] - y->ends[0]) / steps;
+    out->step_s  = (y->ends[y->steps - 1] - (y->from > 0 ? y->ends[y->from - 1] : y->origin)) / steps;
     out->bubble  = out->step_s > 0 ? out->term_s[HPML_TERM_BUBBLE] / out->step_s : 0;
     const double shares = hpmlc_plan_workers(k->p, y->ranks);
     out->samples_s = out->step_s > 0 ? (double)k->samples * shares / out->step_s : 0;
     if (k->p->global_batch > 0 && out->step_s > 0) out->samples_s = (double)k->p->global_batch / out->step_s;
-    out->played = y->unit;
+    out->played  = y->unit;
+    out->buckets = y->role[0].background.jobs;
 }
 
 /* Sets up the maker *k and the play *y for a checked plan, and cuts the layers into pieces. hpmlc_play_close and
    free(k->cut) release their memory, also after an error. *resolved gets the plan with defaults in place of zeros, *net
-   the machine's network, and both must live as long as *k and *y. */
+   is the machine's network, and both must live as long as *k and *y. */
 HPMLC_FN hpml_status hpmlc_forecast_begin(hpmlc_maker *k, hpmlc_play *y, const hpml_plan *plan,
                                           const hpml_model_facts *f, const hpml_machine *m, hpml_plan *resolved,
-                                          hpml_network *net, const hpmlc_text *to)
+                                          const hpml_network *net, const hpmlc_text *to)
 {
     memset(k, 0, sizeof *k);
     memset(y, 0, sizeof *y);
     hpml_plan_resolve(plan, &f->facts, resolved);
-    hpml_machine_network(m, f->facts.ranks, net);
     y->network = net;
     y->ranks   = f->facts.ranks;
     y->nodes   = hpmlc_network_nodes(net, y->ranks);
     y->steps   = plan->servers > 0 ? 8 : 3;
+    y->from    = 1;
     y->loose   = y->ranks > 64;
     k->p       = resolved;
     k->f       = f;
@@ -19118,15 +19441,18 @@ HPMLC_FN hpml_status hpmlc_forecast_begin(hpmlc_maker *k, hpmlc_play *y, const h
     if (resolved->pipe > 1 && resolved->schedule == HPML_PIPE_INTERLEAVED)
         k->pieces *= resolved->chunks > 0 ? resolved->chunks : 2;
     hpmlc_play_axes(y, resolved);
-    k->cut = (int32_t *)calloc((size_t)k->pieces + 1, sizeof *k->cut);
-    return k->cut ? hpmlc_pieces_cut(k, to) : hpmlc_refuse(to, HPML_ERR_MEMORY, "forecast: no memory");
+    k->cut  = (int32_t *)calloc((size_t)k->pieces + 1, sizeof *k->cut);
+    y->node = (int32_t *)calloc((size_t)y->ranks, sizeof *y->node);
+    for (int r = 0; r < y->ranks && y->node; r++) y->node[r] = hpmlc_network_node(net, y->nodes, r);
+    return k->cut && y->node ? hpmlc_pieces_cut(k, to) : hpmlc_refuse(to, HPML_ERR_MEMORY, "forecast: no memory");
 }
 
-/* Forecasts a step of a plan. rough: true: plays fewer steps, and adds losses up by HPMLC_SHIFTS on any number of ranks
-   (hpmlc_play.loose), so that one replica may be played for all. */
+/* Forecasts a step of a plan. loose: true: adds losses up by HPMLC_SHIFTS on any number of ranks (hpmlc_play.loose), so
+   that one replica may be played for all. memo: unless NULL, one step is played, or the part of it that no play of the
+   memo has in common with this one. */
 HPMLC_FN hpml_status hpmlc_forecast_plan(const hpml_plan *plan, const hpml_model_facts *facts,
-                                         const hpml_machine *machine, bool rough, hpml_prediction *out,
-                                         const hpmlc_text *to)
+                                         const hpml_machine *machine, bool loose, hpmlc_memo *memo,
+                                         hpml_prediction *out, const hpmlc_text *to)
 {
     hpmlc_maker  k;
     hpmlc_play   y;
@@ -19136,15 +19462,17 @@ HPMLC_FN hpml_status hpmlc_forecast_plan(const hpml_plan *plan, const hpml_model
     *out = result;
     hpml_status status = hpmlc_forecast_check(plan, facts, machine, to);
     if (status != HPML_OK) return status;
-    status = hpmlc_forecast_begin(&k, &y, plan, facts, machine, &resolved, &net, to);
-    if (rough) y.steps = 2;
-    if (rough) y.loose = true;
-    if (status == HPML_OK) status = hpmlc_forecast_memory(&k, &out->memory, to);
-    if (status == HPML_OK) status = hpmlc_play_run(&y, &k, false, to);
-    if (status == HPML_OK) {
-        hpmlc_forecast_read(&k, out);
-        out->buckets = y.role[0].background.jobs;
+    if (!memo) hpml_machine_network(machine, facts->facts.ranks, &net);
+    status = hpmlc_forecast_begin(&k, &y, plan, facts, machine, &resolved, memo ? &memo->network : &net, to);
+    if (loose) y.loose = true;
+    if (memo && plan->servers == 0) {
+        y.steps = 1;
+        y.from  = 0;
     }
+    if (status == HPML_OK) status = hpmlc_forecast_memory(&k, &out->memory, to);
+    if (status == HPML_OK) status = hpmlc_play_run(&y, &k, false, memo, to);
+    if (status == HPML_OK) hpmlc_forecast_read(&k, out);
+    if (status == HPML_OK && memo) hpmlc_memo_keep(memo, &y);
     free(k.cut);
     hpmlc_play_close(&y);
     return status;
@@ -19156,7 +19484,7 @@ HPML_API hpml_status hpml_forecast(const hpml_plan *plan, const hpml_model_facts
     const hpmlc_text to = { error, size };
     hpmlc_refuse(&to, HPML_OK, "%s", "");
     if (!out) return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "forecast: out is NULL; pass a struct for the result");
-    return hpmlc_forecast_plan(plan, facts, machine, false, out, &to);
+    return hpmlc_forecast_plan(plan, facts, machine, false, NULL, out, &to);
 }
 
 HPML_API int hpml_prediction_text(const hpml_prediction *p, char *buffer, size_t size)
@@ -19185,20 +19513,23 @@ HPML_API int hpml_prediction_text(const hpml_prediction *p, char *buffer, size_t
    from pipe to tensor or back, and goes on from the new plan if it is faster, or with the probability exp(-20 x) if a
    sample takes 1 + x times as long. Plans that were forecast before are looked up, not forecast again. */
 
+/* In the order of points, those that differ only in the first fields follow each other, because their plays have most
+   in common. */
 typedef struct hpmlc_choice {
     size_t at;        /* offset of the field, an int32_t or an enum, in hpml_plan */
     int    values[8]; /* values to try besides 0, the default; a 0 ends the list */
 } hpmlc_choice;
 static const hpmlc_choice hpmlc_choices[] = {
-    { offsetof(hpml_plan, pipe), { 2, 4, 8, 16, 32, 0 } },
-    { offsetof(hpml_plan, tensor), { 2, 4, 8, 16, 32, 0 } },
-    { offsetof(hpml_plan, schedule), { HPML_PIPE_1F1B, HPML_PIPE_INTERLEAVED, HPML_PIPE_ZERO_BUBBLE, 0 } },
-    { offsetof(hpml_plan, micro), { 2, 4, 8, 16, 32, 0 } },
-    { offsetof(hpml_plan, shard), { 1, 2, 3, 0 } },
     { offsetof(hpml_plan, codec.kind), { HPML_CODEC_BF16, HPML_CODEC_ONEBIT, 0 } },
     { offsetof(hpml_plan, algorithm), { HPML_RING, HPML_HALVING, HPML_HIERARCHICAL, 0 } },
+    { offsetof(hpml_plan, shard), { 1, 2, 3, 0 } },
+    { offsetof(hpml_plan, schedule), { HPML_PIPE_1F1B, HPML_PIPE_INTERLEAVED, HPML_PIPE_ZERO_BUBBLE, 0 } },
+    { offsetof(hpml_plan, micro), { 2, 4, 8, 16, 32, 0 } },
+    { offsetof(hpml_plan, tensor), { 2, 4, 8, 16, 32, 0 } },
+    { offsetof(hpml_plan, pipe), { 2, 4, 8, 16, 32, 0 } },
 };
 enum { HPMLC_CHOICES = sizeof hpmlc_choices / sizeof hpmlc_choices[0], HPMLC_POINTS = 8192 };
+enum { HPMLC_CHOICE_TENSOR = HPMLC_CHOICES - 2 }; /* and the one after it is pipe */
 
 typedef struct hpmlc_point {
     uint64_t key;        /* 1 + the point's key (hpmlc_point_plan); 0: this place of the table is free */
@@ -19212,6 +19543,7 @@ typedef struct hpmlc_search {
     hpmlc_point            *point;   /* (HPMLC_POINTS) hash table of the points that were tried */
     hpml_found             *found;   /* (capacity) the best plans, the best first */
     int                     capacity, count, forecasts;
+    hpmlc_memo              memo;
     char                    why[400]; /* error text: why the last plan that was refused is not possible */
 } hpmlc_search;
 
@@ -19268,7 +19600,7 @@ HPMLC_FN double hpmlc_point_seconds(hpmlc_search *s, uint64_t key)
     if (hpmlc_point_plan(s, key, &p)) {
         s->forecasts++;
         const hpmlc_text why = { s->why, sizeof s->why };
-        if (hpmlc_forecast_plan(&p, s->f, s->m, true, &prediction, &why) == HPML_OK) {
+        if (hpmlc_forecast_plan(&p, s->f, s->m, true, &s->memo, &prediction, &why) == HPML_OK) {
             seconds = 1 / prediction.samples_s;
             hpmlc_found_add(s, &p, &prediction);
         }
@@ -19302,8 +19634,9 @@ HPMLC_FN uint64_t hpmlc_point_move(hpml_rng *rng, uint64_t key)
     const int i = (int)hpml_rng_below(rng, HPMLC_CHOICES);
     int       values = 0;
     while (hpmlc_choices[i].values[values] != 0) values++;
-    if (i < 2 && hpml_rng_below(rng, 2) == 0 && (key >> 3 * i & 7) > 0 && (key >> 3 * !i & 7) < 5)
-        return key - ((uint64_t)1 << 3 * i) + ((uint64_t)1 << 3 * !i);
+    const int other = i == HPMLC_CHOICE_TENSOR ? i + 1 : HPMLC_CHOICE_TENSOR;
+    if (i >= HPMLC_CHOICE_TENSOR && hpml_rng_below(rng, 2) == 0 && (key >> 3 * i & 7) > 0 && (key >> 3 * other & 7) < 5)
+        return key - ((uint64_t)1 << 3 * i) + ((uint64_t)1 << 3 * other);
     return (key & ~((uint64_t)7 << 3 * i)) | (uint64_t)hpml_rng_below(rng, (uint32_t)values + 1) << 3 * i;
 }
 
@@ -19334,6 +19667,20 @@ HPMLC_FN void hpmlc_search_walk(hpmlc_search *s, uint64_t first)
     }
 }
 
+/* Forecasts three steps of each plan found, as hpml_forecast does, and sorts the plans by that. */
+HPMLC_FN void hpmlc_found_refine(hpmlc_search *s)
+{
+    const hpmlc_text why = { s->why, sizeof s->why };
+    for (int i = 0; i < s->count; i++) {
+        hpml_found one = s->found[i];
+        int        at = i;
+        hpmlc_forecast_plan(&one.plan, s->f, s->m, true, NULL, &one.prediction, &why);
+        for (; at > 0 && s->found[at - 1].prediction.samples_s < one.prediction.samples_s; at--)
+            s->found[at] = s->found[at - 1];
+        s->found[at] = one;
+    }
+}
+
 HPMLC_FN int hpmlc_search_refuse(const hpmlc_text *to, const char *why)
 {
     hpmlc_refuse(to, HPML_ERR_ARGUMENT, "search: %s", why);
@@ -19341,12 +19688,12 @@ HPMLC_FN int hpmlc_search_refuse(const hpmlc_text *to, const char *why)
 }
 
 HPML_API int hpml_search(const hpml_search_desc *desc, const hpml_model_facts *facts, const hpml_machine *machine,
-                         hpml_found *found, int capacity, int *forecasts, char *error, size_t size)
+                         hpml_found *found, int capacity, hpml_search_counts *counts, char *error, size_t size)
 {
     const hpmlc_text to = { error, size };
-    hpml_prediction  none;
     HPMLC_DESC(hpml_search_desc, d, desc);
     HPMLC_ZERO(hpmlc_search, s);
+    const hpmlc_text why = { s.why, sizeof s.why };
     uint64_t key = 0, first = 0;
     int      plans = 0;
     hpmlc_refuse(&to, HPML_OK, "%s", "");
@@ -19357,8 +19704,10 @@ HPML_API int hpml_search(const hpml_search_desc *desc, const hpml_model_facts *f
     s.m        = machine;
     s.found    = found;
     s.capacity = capacity;
-    const hpml_status status = hpml_forecast(&d.base, facts, machine, &none, s.why, sizeof s.why);
+    const hpml_status status = hpmlc_forecast_check(&d.base, facts, machine, &why);
     if (status == HPML_ERR_ARGUMENT) return hpmlc_search_refuse(&to, s.why);
+    hpml_machine_network(machine, facts->facts.ranks, &s.memo.network);
+    s.memo.off = d.full;
     s.point = (hpmlc_point *)calloc(HPMLC_POINTS, sizeof *s.point);
     if (!s.point) return hpmlc_search_refuse(&to, "no memory");
     const int most = d.exhaustive == 0 ? 64 : d.exhaustive;
@@ -19373,7 +19722,13 @@ HPML_API int hpml_search(const hpml_search_desc *desc, const hpml_model_facts *f
         hpmlc_search_walk(&s, first);
     }
     free(s.point);
-    if (forecasts) *forecasts = s.forecasts;
+    hpmlc_memo_free(&s.memo);
+    hpmlc_found_refine(&s);
+    if (counts) {
+        counts->forecasts = s.forecasts;
+        counts->messages  = s.memo.sent;
+        counts->reused    = s.memo.reused;
+    }
     if (s.count > 0) return s.count;
     hpmlc_refuse(&to, HPML_ERR_UNSUPPORTED, "search: no plan is possible; the last one: %s", s.why);
     return -1;

@@ -126,9 +126,10 @@ static int play(const job *j, bool whole, bool loose, double *ends, char *error,
     hpml_network     net;
     given.cut = j->plan.pipe > 1 ? j->cut : NULL;
     if (hpmlc_forecast_check(&given, &f, &m, &to) != HPML_OK) return 0;
+    hpml_machine_network(&m, j->ranks, &net);
     hpml_status status = hpmlc_forecast_begin(&k, &y, &given, &f, &m, &plan, &net, &to);
     y.origin = ORIGIN, y.steps = STEPS, y.loose = loose;
-    if (status == HPML_OK) status = hpmlc_play_run(&y, &k, whole, &to);
+    if (status == HPML_OK) status = hpmlc_play_run(&y, &k, whole, NULL, &to);
     int played = status == HPML_OK ? y.unit : 0;
     for (int s = 0; s < STEPS && played; s++) ends[s] = y.ends[s];
     free(k.cut);
@@ -508,21 +509,96 @@ TEST(the_walk_finds_nearly_the_best_plan)
         hpml_search_desc d = { .base = { .global_batch = 64, .algorithm = HPML_RING }, .exhaustive = 4096,
                                .lossy = true };
         hpml_found       all[1], walk[1];
-        int              plans, tried;
+        hpml_search_counts counts;
         char             why[500];
         f.facts.ranks = cases[i].ranks;
-        int found = hpml_search(&d, &f, hpml_machine_find(cases[i].machine), all, 1, &plans, why, sizeof why);
+        int found = hpml_search(&d, &f, hpml_machine_find(cases[i].machine), all, 1, &counts, why, sizeof why);
+        const int plans = counts.forecasts;
         if (found < 1) printf("    %s\n", why);
         ENSURE(found == 1 && plans > 200 && plans <= 4096);
         d.exhaustive = -1;
         d.forecasts  = plans / 5;
         for (d.seed = 1; d.seed <= 3; d.seed++) {
-            ENSURE(hpml_search(&d, &f, hpml_machine_find(cases[i].machine), walk, 1, &tried, NULL, 0) == 1);
+            ENSURE(hpml_search(&d, &f, hpml_machine_find(cases[i].machine), walk, 1, &counts, NULL, 0) == 1);
+            const int tried = counts.forecasts;
             const double ratio = all->prediction.samples_s / walk->prediction.samples_s;
             if (ratio > 1.02)
                 printf("    %s: %g times the best, %d of %d plans\n", cases[i].machine, ratio, tried, plans);
             ENSURE(ratio <= 1.02 && tried <= plans / 5);
         }
+    }
+}
+
+/* A walk over random plans: each forecast that begins with a state of an earlier play equals, bit for bit, the one that
+   begins at the beginning. */
+TEST(delta_equals_full)
+{
+    static const struct { const char *machine; int ranks, batch; const char *base; } cases[] = {
+        { "t4", 8, 64, "" }, { "v100-nvlink", 64, 128, "" }, { "cpu-10gbit", 12, 48, "algorithm=tree" },
+        { "dgx-2", 32, 64, "no_overlap=1" }, { "cpu-slim-fly", 16, 64, "delayed=1" },
+        { "cpu-1gbit", 9, 64, "strategy=ps,servers=1" },
+    };
+    static hpml_layer_facts layer[LAYERS];
+    hpml_model_facts        f = transformer(3, 1024, layer);
+    for (int i = 0; i < 6; i++) {
+        hpml_search_desc d = { .lossy = true };
+        hpmlc_search     s = { .d = &d, .f = &f };
+        hpml_machine     m = *hpml_machine_find(cases[i].machine);
+        hpmlc_memo       full = { .off = true };
+        hpml_rng         rng = { .seed = 7 };
+        uint64_t         key = 0;
+        int              plans = 0;
+        char             why[400];
+        const hpmlc_text to = { why, sizeof why };
+        ENSURE(hpml_plan_parse(cases[i].base, &d.base, why, sizeof why) == HPML_OK);
+        d.base.global_batch = cases[i].batch;
+        m.memory = 0, f.facts.ranks = cases[i].ranks;
+        s.m = &m;
+        hpml_machine_network(&m, f.facts.ranks, &full.network);
+        s.memo.network = full.network;
+        for (int step = 0; step < 1000 && plans < 60; step++) {
+            const uint64_t  next = hpmlc_point_move(&rng, key);
+            hpml_plan       p;
+            hpml_prediction fast, slow;
+            if (!hpmlc_point_plan(&s, next, &p)) continue;
+            const hpml_status one = hpmlc_forecast_plan(&p, &f, &m, true, &s.memo, &fast, &to);
+            const hpml_status two = hpmlc_forecast_plan(&p, &f, &m, true, &full, &slow, &to);
+            ENSURE(one == two && memcmp(&fast, &slow, sizeof fast) == 0);
+            if (hpml_rng_below(&rng, 2)) key = next;
+            plans += one == HPML_OK;
+        }
+        ENSURE(plans > 20 && s.memo.sent == full.sent && s.memo.reused > 0 && full.reused == 0);
+        printf("    %-12s %2d ranks %-22s %2d plans: of %8lld messages %2.0f %% were not simulated again\n",
+               cases[i].machine, cases[i].ranks, cases[i].base, plans, (long long)full.sent,
+               100. * (double)s.memo.reused / (double)full.sent);
+        hpmlc_memo_free(&s.memo);
+        hpmlc_memo_free(&full);
+    }
+}
+
+/* A search finds the same plans with and without delta simulation; prints how much faster. */
+TEST(a_search_is_faster_by_delta)
+{
+    static hpml_layer_facts layer[LAYERS];
+    hpml_model_facts        f = transformer(8, 1024, layer);
+    f.facts.ranks = 32;
+    for (int all = 0; all < 2; all++) {
+        hpml_search_counts counts[2];
+        hpml_found         found[2][3];
+        double             seconds[2];
+        for (int full = 0; full < 2; full++) {
+            hpml_search_desc d = { .base = { .global_batch = 64, .pipe = 4 * all }, .forecasts = 100, .seed = 3,
+                                   .full = full, .exhaustive = all ? 4096 : -1 };
+            const double     start = (double)clock() / CLOCKS_PER_SEC;
+            ENSURE(hpml_search(&d, &f, hpml_machine_find("v100-nvlink"), found[full], 3, &counts[full], NULL, 0) == 3);
+            seconds[full] = (double)clock() / CLOCKS_PER_SEC - start;
+        }
+        ENSURE(memcmp(found[0], found[1], sizeof found[0]) == 0 && counts[1].reused == 0);
+        ENSURE(counts[0].messages == counts[1].messages && counts[0].forecasts == counts[1].forecasts);
+        ENSURE(counts[0].reused > 0);
+        printf("    %s of %d plans: %.2f s, without delta %.2f s; %.0f %% of the messages were known\n",
+               all ? "all" : "a walk", counts[0].forecasts, seconds[0], seconds[1],
+               100. * (double)counts[0].reused / (double)counts[0].messages);
     }
 }
 
