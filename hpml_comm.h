@@ -1214,10 +1214,18 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
 HPML_API hpml_route hpml_distribute_route(const hpml_distributed *d, int param);
 HPML_API int  hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size); /* writes the report as a line */
 /* Writes the report as one JSON object in one line, for the record of a run: version, seed, ranks, transport, plan (all
-   fields), the numbers of the report as "measured". Unless `predicted` is NULL, also those of a forecast of this plan
-   (hpml_forecast) as "predicted", under the same names, and measured / predicted seconds of a step. As snprintf. */
+   fields), the numbers of the report as "measured". With a forecast of this plan (`predicted` or, if that is NULL, the
+   last of hpml_distribute_predict), also its numbers as "predicted", under the same names, and measured / predicted
+   seconds of a step. As snprintf. */
 typedef struct hpml_prediction hpml_prediction; /* >>api-forecast */
+typedef struct hpml_machine hpml_machine;
 HPML_API int  hpml_distribute_json(hpml_distributed *d, const hpml_prediction *predicted, char *buffer, size_t size);
+/* Forecasts this training: its plan, its model as hpml_model_facts_of describes it, its ranks. From then on
+   hpml_distribute_text and hpml_distribute_json show the forecast next to what is measured. machine NULL: this one, by
+   hpml_machine_measure and the links between the ranks. out: may be NULL. Errors as hpml_forecast, and
+   HPML_ERR_UNSUPPORTED with an axis other than data, because a rank then has a part of the model. */
+HPML_API hpml_status hpml_distribute_predict(hpml_distributed *d, const hpml_machine *machine, hpml_prediction *out,
+                                             char *error, size_t size);
 
 /* Where the time of one step of one rank went. The step lasts from the end of the rank's wait in the step before to the
    end of its wait in this step. What remains of step_s after compute_s, exposed_s and bubble_s is the time for loading
@@ -1504,7 +1512,7 @@ typedef struct hpml_fabric {
 HPML_API bool hpml_fabric_measure(hpml_fabric_kind kind, int32_t nodes, hpml_fabric *out);
 
 /* A machine. A rank is one accelerator, or one processor where there are none. */
-typedef struct hpml_machine {
+struct hpml_machine {
     uint32_t         _begin;
     const char      *name;
     hpml_network     network;      /* ranks of a node; links within and between nodes */
@@ -1519,7 +1527,7 @@ typedef struct hpml_machine {
     hpml_fabric_kind fabric;       /* how nodes are joined */
     double           router;       /* seconds that each router on the way adds to the latency */
     uint32_t         _end;
-} hpml_machine;
+};
 /* Machines by name, with their makers' numbers for one accelerator; hpml_machine_at(0), (1), ... list them, NULL ends
    the list. find: NULL: there is none. */
 HPML_API const hpml_machine *hpml_machine_at(int i);
@@ -8620,6 +8628,7 @@ struct hpml_distributed {
     int32_t               piped;      /* number of the micro-batch that this stage computes; 0 without a pipeline */
     bool                  final;      /* true: the last backward pass of an update runs, which calls hook `grad` */
     void                 *memory;     /* the newest block of hpmlc_dist_alloc; NULL: none */
+    hpml_prediction       predicted;  /* the last of hpml_distribute_predict; .step_s 0: none */
 };
 
 struct hpmlc_strategy {
@@ -13482,10 +13491,49 @@ HPMLC_FN const char *hpmlc_efficiency_warning(double efficiency, char text[128])
     return text;
 }
 
+HPMLC_FN double hpmlc_dist_memory(const hpml_distributed *d) /* bytes of the trainer on this rank */
+{
+    hpml_memory m;
+    hpml_graph_memory(hpml_trainer_graph(d->t), &m);
+    return (double)m.total;
+}
+
+HPML_API hpml_status hpml_distribute_predict(hpml_distributed *d, const hpml_machine *machine, hpml_prediction *out,
+                                             char *error, size_t size)
+{
+    const hpmlc_text to = { error, size };
+    hpml_machine     here;
+    hpml_model_facts f;
+    hpml_memory      planned;
+    if (!d) return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "predict: no distribution");
+    if (hpmlc_plan_splits(&d->plan))
+        return hpmlc_refuse(&to, HPML_ERR_UNSUPPORTED, "predict: a rank has a part of the model; forecast facts of the "
+                            "whole model by hpml_forecast, and pass that to hpml_distribute_json");
+    if (!machine) {
+        hpml_status status = hpml_machine_measure(d->ctx, &here);
+        if (status != HPML_OK) return hpmlc_refuse(&to, status, "predict: %s", hpml_ctx_error(d->ctx));
+        here.direct = true;
+        here.network.ranks_per_node = d->all->per_node;
+        here.network.inside         = d->all->inside;
+        here.network.between        = d->all->between;
+        machine = &here;
+    }
+    const int         ops = hpml_graph_op_count(hpml_trainer_graph(d->t));
+    hpml_layer_facts *layer = (hpml_layer_facts *)hpml_ctx_alloc(d->ctx, (size_t)ops * sizeof *layer, NULL);
+    if (!layer) return hpmlc_refuse(&to, HPML_ERR_MEMORY, "predict: no memory for %d layers", ops);
+    hpml_model_facts_of(d->t, d->all, layer, ops, &f);
+    hpml_graph_memory(hpml_trainer_graph(d->t), &planned);
+    f.planned = &planned;
+    const hpml_status status = hpml_forecast(&d->plan, &f, machine, &d->predicted, error, size);
+    hpml_ctx_release(d->ctx, layer);
+    if (out) *out = d->predicted;
+    return status;
+}
+
 HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size)
 {
     hpml_distribute_report r;
-    char                   low[128], axes[160];
+    char                   low[128], axes[160], forecast[160] = "";
     if (!d) return 0;
     hpml_distribute_get(d, &r, false);
     double             sums = r.bytes - r.split_bytes; /* bytes of gradients */
@@ -13496,12 +13544,16 @@ HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size
     for (int k = 0; m && k < HPML_AXES && hpmlc_plan_splits(&d->plan); k++)
         if (m->size[k] > 1) hpmlc_append(&to, &length, ", %s %d", hpml_axis_name((hpml_axis)k), m->size[k]);
     if (d->pipeline) hpmlc_pipeline_text(d->pipeline, &to, &length);
+    if (d->predicted.step_s > 0)
+        snprintf(forecast, sizeof forecast, "; forecast: step %.2f ms, %lld bytes, memory %.1f MB (measured %.1f)",
+                 1e3 * d->predicted.step_s, (long long)d->predicted.rank_bytes, 1e-6 * (double)d->predicted.memory,
+                 1e-6 * hpmlc_dist_memory(d));
     return snprintf(buffer, size, "%d ranks (%s%s), %d buckets: step %.2f ms = compute %.2f + exposed %.2f; "
                     "exchange %.2f ms, %.0f %% hidden; %.0f bytes a step and rank, %.1fx less than a ring of f32; "
-                    "efficiency %.0f %%%s",
+                    "efficiency %.0f %%%s%s",
                     d->all->size, d->all->t->name, axes, r.buckets, 1e3 * r.step_s, 1e3 * r.compute_s,
                     1e3 * r.exposed_s, 1e3 * r.comm_s, 100 * r.hidden, r.bytes, sums > 0 ? r.plain_bytes / sums : 1,
-                    100 * r.efficiency, hpmlc_efficiency_warning(r.efficiency, low));
+                    100 * r.efficiency, hpmlc_efficiency_warning(r.efficiency, low), forecast);
 }
 
 /* Appends the member `name` with value x to a JSON text; a NaN or infinity is written as null. */
@@ -13516,7 +13568,7 @@ HPMLC_FN void hpmlc_json_number(const hpmlc_text *to, size_t *length, const char
 
 HPML_API int hpml_distribute_json(hpml_distributed *d, const hpml_prediction *predicted, char *buffer, size_t size)
 {
-    static const char *const names[] = { "step_s", "compute_s", "exposed_s", "bytes" };
+    static const char *const names[] = { "step_s", "compute_s", "exposed_s", "bytes", "memory" };
     hpml_distribute_report r;
     const hpmlc_text       to = { buffer, size };
     char                   plan[1600];
@@ -13527,9 +13579,10 @@ HPML_API int hpml_distribute_json(hpml_distributed *d, const hpml_prediction *pr
     hpmlc_append(&to, &length, "{\"hpml\": %d, \"seed\": %llu, \"ranks\": %d, \"transport\": \"%s\", "
                  "\"plan\": \"%s\", ", hpml_version(), (unsigned long long)hpml_ctx_seed(d->ctx), d->all->size,
                  d->all->t->name, plan);
-    const double measured[] = { r.step_s, r.compute_s, r.exposed_s, r.bytes };
+    const double measured[] = { r.step_s, r.compute_s, r.exposed_s, r.bytes, hpmlc_dist_memory(d) };
+    if (!predicted && d->predicted.step_s > 0) predicted = &d->predicted;
     hpmlc_append(&to, &length, "\"measured\": {\"steps\": %lld", (long long)r.steps);
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 5; i++) {
         hpmlc_append(&to, &length, ", ");
         hpmlc_json_number(&to, &length, names[i], measured[i]);
     }
@@ -13541,8 +13594,8 @@ HPML_API int hpml_distribute_json(hpml_distributed *d, const hpml_prediction *pr
     if (predicted) {
         const double p[] = { predicted->step_s, predicted->term_s[HPML_TERM_COMPUTE],
                              predicted->exposed_s + predicted->term_s[HPML_TERM_BUBBLE],
-                             (double)predicted->rank_bytes };
-        for (int i = 0; i < 4; i++) {
+                             (double)predicted->rank_bytes, (double)predicted->memory };
+        for (int i = 0; i < 5; i++) {
             hpmlc_append(&to, &length, i == 0 ? ", \"predicted\": {" : ", ");
             hpmlc_json_number(&to, &length, names[i], p[i]);
         }
