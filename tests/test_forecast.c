@@ -340,8 +340,8 @@ TEST_LONG(forecasts_are_near_trainings_in_real_time)
     unit = 64 * was;
     for (int i = 0; i < CASES; i++) {
         job              j = job_of(cases[i].plan, cases[i].ranks, cases[i].per_node);
-        hpml_launch_desc d = { .transport = HPML_TRANSPORT_THREADS, .ranks = j.ranks, .ctx = { .seed = 1, .threads = 1 },
-                               .plan = &j.plan };
+        hpml_launch_desc d = { .transport = HPML_TRANSPORT_THREADS, .ranks = j.ranks,
+                               .ctx = { .seed = 1, .threads = 1 }, .plan = &j.plan };
         double           step[REAL_STEPS - 1];
         hpml_prediction  p = { 0 };
         hpml_model_facts f = facts_of(&j);
