@@ -1481,12 +1481,13 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
    cards, without the sum of the losses.
 
    Exact on up to 64 ranks: strategy sync without codec and delayed, any data x pipe x tensor, all schedules that empty
-   the pipeline, shard 0 to 3; strategies ps, local, block and elastic. Nearly, in tests within 3 %: delayed; codecs
+   the pipeline, shard 0 to 3; exact sums; factors of layers without bias; strategies ps, local, block, elastic, gossip
+   (but for random pairs); the steady steps of schedules stash and vertical. Nearly, in tests within 3 %: delayed; codecs
    (equal stripes, no time to pack). Not compared with trainings: axes sequence and expert. Layers with several
    parameters differ where a bucket ends between two of them. On more ranks losses are taken to be added up in
    log2(ranks) rounds (within 1 %), and equal replicas to have the blocks of the first one. Refused with
-   HPML_ERR_UNSUPPORTED: strategies whose messages depend on who is first (backup, ssp, async, federated, hogwild),
-   gossip, exact, routes factors and hybrid, schedules stash and vertical. */
+   HPML_ERR_UNSUPPORTED: strategies whose messages depend on who is first (backup, ssp, async, federated, hogwild);
+   exact sums and factors with servers, a codec or other axes than data; shard with schedules stash and vertical. */
 
 /* How the nodes of a machine are joined. The farther apart nodes are (hpml_fabric.hops), the more routers add to the
    latency of messages, and the more messages share a link, which lowers the bandwidth of each node. */
@@ -1556,6 +1557,8 @@ typedef struct hpml_layer_facts {
                                       pass */
     bool    split;                 /* true: axis tensor divides computing, parameters and kept bytes of the layer */
     bool    experts;               /* true: axis expert divides the layer's parameters */
+    bool    dense;                 /* true: the parameters are the weight of a hpml_linear, whose gradient may travel as
+                                      factors (hpml_route); edge / rows is its number of rows for a sample */
 } hpml_layer_facts;
 
 typedef struct hpml_model_facts {
@@ -17731,6 +17734,7 @@ typedef enum hpmlc_collective { /* words after a point are fields of hpmlc_act *
     HPMLC_ALLREDUCE, HPMLC_REDUCE_SCATTER, HPMLC_ALLGATHER, HPMLC_BROADCAST, /* .n elements of .size bytes */
     HPMLC_STRIPES,     /* all to all: each rank sends another block, .n bytes with its header, to each other rank */
     HPMLC_SUMS,        /* each rank sends the same block, .n bytes with its header, to all other ranks */
+    HPMLC_MIX,         /* hpml_mix: each rank sends .n bytes to its neighbours in the hpml_topology .peer */
     HPMLC_PASSES,      /* in each of p - 1 rounds each of p ranks sends .n bytes to the next one */
     HPMLC_SHIFTS       /* a sum of few numbers: in round r each rank sends .n bytes to the rank 2^r on */
 } hpmlc_collective;
@@ -17750,6 +17754,7 @@ typedef struct hpmlc_act {
     size_t           size;
     int64_t          n;
     double           seconds;
+    int32_t          first;   /* the first step in which the act takes place */
     hpml_term        term;    /* the part of a step's time to which computing and waiting in this act are added */
 } hpmlc_act;
 
@@ -17778,6 +17783,7 @@ typedef struct hpmlc_actor {
     bool              begun;        /* true: the collective of the current act has begun */
     bool              idle;         /* true: waits, own thread for a job's end, background for a job */
     int64_t           jobs;         /* own thread: jobs that it has posted; background: jobs that have ended */
+    int32_t           partner;      /* MIX by random pairs: the rank's partner in this step */
     int32_t           place[HPMLC_GROUPS]; /* the rank's position in its group of each kind */
     hpmlc_layouts    *layout[HPMLC_GROUPS];
     double            term[HPML_TERM_COUNT], link[2]; /* seconds from step hpmlc_play.from on: of each term; of waiting for
@@ -17800,6 +17806,7 @@ typedef struct hpmlc_play {
     int            nodes;
     int            steps, from;     /* number of steps; the first step of which the times count */
     double         origin;          /* virtual time of all clocks before the first step */
+    uint64_t       seed;            /* of gossip's random pairs */
     double        *ends;            /* (steps) latest clock at the end of each step */
     hpmlc_role    *role;            /* (roles) one for each stage of the pipeline, then one for each server */
     int            roles;
@@ -17943,6 +17950,8 @@ HPMLC_FN void hpmlc_collect_begin(hpmlc_play *y, int a, const hpmlc_act *act)
         hpmlc_phases_single(&all, &hpmlc_ring_gather, c->size, me, 0, act->n);
     if (act->collective == HPMLC_BROADCAST)
         hpmlc_phases_single(&all, &hpmlc_tree_down, c->size, me, act->peer, act->n);
+    if (act->collective == HPMLC_MIX && act->peer == HPML_TOPOLOGY_PAIRS)
+        y->actor[a].partner = hpmlc_partner(c->size, y->seed, y->actor[a].step + 1, me);
     hpmlc_sim_set_phases(&y->net, a, &all);
 }
 
@@ -17961,7 +17970,13 @@ HPMLC_FN bool hpmlc_collect_move(hpmlc_play *y, int a, const hpmlc_act *act)
     if (act->collective == HPMLC_SHIFTS) shift = q->round < 30 ? 1 << q->round : p;
     if (shift >= p) return false;
     if (act->collective == HPMLC_PASSES) shift = 1;
-    hpmlc_play_set(y, a, act->group, (me + shift) % p, (me + p - shift) % p, act->n, 0);
+    int to = (me + shift) % p, from = (me + p - shift) % p;
+    if (act->collective == HPMLC_MIX) {
+        const hpml_topology t = (hpml_topology)act->peer;
+        if (!hpmlc_neighbours(t, p, y->actor[a].partner, me, to)) to = -1;
+        if (!hpmlc_neighbours(t, p, y->actor[a].partner, me, from)) from = -1;
+    }
+    hpmlc_play_set(y, a, act->group, to, from, act->n, 0);
     return true;
 }
 
@@ -18054,6 +18069,10 @@ HPMLC_FN bool hpmlc_play_move(hpmlc_sim *s, int a)
         const double slow = y->network->slow ? y->network->slow[a / 2] : 1;
         if (a % 2 == 1) hpmlc_actor_waited(y, a, act, s->waited[a], q->far_from);
         s->waited[a] = 0;
+        if (actor->step < act->first) {
+            hpmlc_actor_next(y, a);
+            continue;
+        }
         switch (act->kind) {
         case HPMLC_ACT_COMPUTE:
             s->clock[a] += act->seconds * slow;
@@ -18113,7 +18132,8 @@ typedef struct hpmlc_maker {
     int                     stage, pieces;
     int32_t                *cut;      /* (pieces + 1) first layer of each piece */
     int64_t                 samples, rows; /* of a rank's batch; of a micro-batch of the pipeline */
-    int32_t                *bucket;   /* (layers) number of the bucket with the layer's gradient; -1: none */
+    int32_t                *bucket;   /* (layers) number of the bucket with the layer's gradient; -1: none; -2 - j: job
+                                         j gathers the gradient's factors */
     int32_t                *left;     /* (layers) for each bucket: how many of its gradients are not yet final */
     int32_t                *job;      /* (layers) for each bucket: the job that exchanges it */
     int64_t                *floats;   /* (layers) for each bucket: the floats of its gradients */
@@ -18212,7 +18232,7 @@ HPMLC_FN void hpmlc_await_add(const hpmlc_maker *k, int job)
 
 HPMLC_FN bool hpmlc_exchanges(const hpmlc_maker *k) /* true: in each step several ranks average gradients */
 {
-    return k->p->strategy == HPML_STRATEGY_SYNC && hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS) > 1;
+    return k->p->strategy == HPML_STRATEGY_SYNC && !k->p->exact && hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS) > 1;
 }
 
 /* If the codec packs whole tensors, adds to the background's list the exchange of layer i's gradient; if it packs rows,
@@ -18317,11 +18337,46 @@ HPMLC_FN bool hpmlc_steps_early(const hpmlc_maker *k)
            !f->steps_tensors;
 }
 
+/* Returns whether layer i's gradient travels as factors: see hpmlc_factors_add. */
+HPMLC_FN bool hpmlc_sends_factors(const hpmlc_maker *k, int i)
+{
+    const hpml_layer_facts *l = &k->f->layer[i];
+    const double m = (double)hpmlc_max(l->rows, 1), n = (double)l->cols;
+    if (!l->dense || l->cols == 0 || k->p->route == HPML_ROUTE_ALLREDUCE || !hpmlc_exchanges(k)) return false;
+    const double all = hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS) * (double)k->f->facts.batch * ((double)l->edge / m);
+    return k->p->route == HPML_ROUTE_FACTORS || all * 0.5 * (m + n) <= m * n;
+}
+
+HPMLC_FN void hpmlc_factors_gather_add(hpmlc_maker *k, int i) /* the job that gathers the factors of layer i */
+{
+    const hpml_layer_facts *l = &k->f->layer[i];
+    const int64_t rows = k->f->facts.batch * (l->edge / l->rows) * hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS);
+    for (int f = 0; f < 2; f++)
+        hpmlc_collect_add(&k->role->background, HPMLC_GROUP_REPLICAS, HPMLC_ALLGATHER, rows * (f ? l->rows : l->cols),
+                          sizeof(float), HPML_TERM_DATA);
+    k->bucket[i] = -2 - hpmlc_job_add(k);
+}
+
+/* Adds, for each layer that sends factors, the wait for all ranks' factors, and the product that makes the gradient of
+   them: each rank computes that of all ranks' samples, half of a backward pass a rank. */
+HPMLC_FN void hpmlc_factors_multiply_add(hpmlc_maker *k)
+{
+    const double p = hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS);
+    for (int i = k->f->layers - 1; i >= 0; i--) {
+        if (k->bucket[i] > -2) continue;
+        hpmlc_await_add(k, -2 - k->bucket[i]);
+        const double whole = hpmlc_layer_whole(&k->f->layer[i], k->m, (double)k->f->facts.batch, true);
+        hpmlc_compute_add(k, 0.5 * p * whole, HPML_TERM_COMPUTE);
+    }
+}
+
 /* Adds the acts that follow when the backward pass has made the gradient of layer i final: exchanges of buckets that
    are complete now and, if hpmlc_steps_early, the optimizer's steps for the buckets before. */
 HPMLC_FN void hpmlc_gradient_add(hpmlc_maker *k, int i)
 {
-    if (!hpmlc_exchanges(k) || k->bucket[i] < 0) return;
+    if (!hpmlc_exchanges(k)) return;
+    if (hpmlc_sends_factors(k, i) && !k->p->no_overlap) hpmlc_factors_gather_add(k, i);
+    if (k->bucket[i] < 0) return;
     k->left[k->bucket[i]]--;
     if (k->p->no_overlap && k->p->shard < 2) return;
     if (hpmlc_steps_early(k) && k->stats < 0) hpmlc_stats_add(k);
@@ -18388,6 +18443,7 @@ HPMLC_FN void hpmlc_layer_add(hpmlc_maker *k, int i, int64_t samples, bool back,
     hpmlc_need_add(k, i, back ? -1 : 1);
     hpmlc_layer_exchange_add(k, l, samples, back);
     const double whole = hpmlc_layer_whole(l, k->m, (double)samples, back);
+    if (back && hpmlc_sends_factors(k, i)) share *= 0.5; /* the weight's gradient is computed later */
     hpmlc_compute_add(k, share * whole / hpmlc_layer_parts(k, l), HPML_TERM_COMPUTE);
     if (final) hpmlc_gradient_add(k, i);
     if (sum > 0) hpmlc_allreduce_add(k, &k->role->own, HPML_AXIS_TENSOR, sum, sizeof(float), HPML_TERM_TENSOR);
@@ -18471,7 +18527,7 @@ HPMLC_FN void hpmlc_buckets_cut(hpmlc_maker *k)
         int                     piece = 0;
         while (k->cut[piece + 1] <= i) piece++;
         k->bucket[i] = -1;
-        if (piece % hpmlc_max(k->p->pipe, 1) != k->stage || l->cols == 0) continue;
+        if (piece % hpmlc_max(k->p->pipe, 1) != k->stage || l->cols == 0 || hpmlc_sends_factors(k, i)) continue;
         if (k->buckets == 0 || filled >= limit) {
             k->left[k->buckets]   = 0;
             k->floats[k->buckets] = 0;
@@ -18493,13 +18549,74 @@ HPMLC_FN void hpmlc_sync_add(hpmlc_maker *k)
     hpmlc_buckets_cut(k);
     for (int b = 0; b < k->buckets && k->p->delayed && exchanges; b++) hpmlc_bucket_add(k, k->posted++);
     hpmlc_pass_add(k);
+    for (int i = k->f->layers - 1; i >= 0 && k->p->no_overlap; i--)
+        if (hpmlc_sends_factors(k, i)) hpmlc_factors_gather_add(k, i);
     if (exchanges) hpmlc_posts_add(k);
     if (exchanges && k->stats < 0) hpmlc_stats_add(k);
+    hpmlc_factors_multiply_add(k);
     if (exchanges) hpmlc_await_add(k, k->role->background.jobs - 1);
     if (k->p->shard > 0 && exchanges) last = hpmlc_shard_steps_add(k, k->buckets);
     else hpmlc_compute_add(k, hpmlc_update_seconds(k, hpmlc_stage_floats(k)), HPML_TERM_UPDATE);
     hpmlc_await_add(k, last);
     hpmlc_act_add(&k->role->own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
+}
+
+/* Makes the program of a rank with exact sums: the losses, the largest gradient of each layer, 64-bit integers. */
+HPMLC_FN void hpmlc_exact_add(hpmlc_maker *k)
+{
+    int64_t params = 0, floats = 0;
+    hpmlc_buckets_cut(k);
+    hpmlc_pass_add(k);
+    for (int i = 0; i < k->f->layers; i++) {
+        params += k->f->layer[i].cols > 0;
+        floats += hpmlc_layer_part(k, i);
+    }
+    hpmlc_allreduce_add(k, &k->role->own, HPMLC_GROUP_REPLICAS, HPMLC_STATS, sizeof(double), HPML_TERM_DATA);
+    hpmlc_allreduce_add(k, &k->role->own, HPMLC_GROUP_REPLICAS, params, sizeof(float), HPML_TERM_DATA);
+    hpmlc_allreduce_add(k, &k->role->own, HPMLC_GROUP_REPLICAS, floats, sizeof(int64_t), HPML_TERM_DATA);
+    if (k->p->algorithm != HPML_AUTO && k->role->own.count > 0)
+        k->role->own.item[k->role->own.count - 1].algorithm = k->p->algorithm;
+    hpmlc_compute_add(k, hpmlc_update_seconds(k, (double)floats), HPML_TERM_UPDATE);
+    hpmlc_act_add(&k->role->own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
+}
+
+/* Makes the program of a rank with strategy gossip: one step. */
+HPMLC_FN void hpmlc_gossip_add(hpmlc_maker *k)
+{
+    const double floats = hpmlc_stage_floats(k);
+    hpmlc_buckets_cut(k);
+    hpmlc_pass_add(k);
+    hpmlc_act *mix = NULL;
+    if (hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS) > 1)
+        mix = hpmlc_collect_add(&k->role->own, HPMLC_GROUP_REPLICAS, HPMLC_MIX, (int64_t)(4 * floats), 1, HPML_TERM_DATA);
+    if (mix) mix->peer = (int32_t)k->p->topology;
+    hpmlc_compute_add(k, hpmlc_update_seconds(k, floats), HPML_TERM_UPDATE);
+    hpmlc_act_add(&k->role->own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
+}
+
+/* Makes the program of a stage of schedules STASH and VERTICAL: a step is the forward pass of one micro-batch, then the
+   backward pass and update of the one that entered the pipeline pipe - 1 - stage steps before. */
+HPMLC_FN void hpmlc_flow_add(hpmlc_maker *k)
+{
+    const int      p = k->p->pipe, r = k->stage, tag = 2 * p;
+    hpmlc_acts    *own = &k->role->own;
+    hpml_pipe_task task;
+    memset(&task, 0, sizeof task);
+    hpmlc_buckets_cut(k);
+    task.piece = r;
+    task.work  = HPML_PIPE_FORWARD;
+    hpmlc_task_add(k, &task, k->samples, false);
+    const int begin = own->count;
+    task.work = HPML_PIPE_BACKWARD;
+    hpmlc_task_add(k, &task, k->samples, false);
+    hpmlc_allreduce_add(k, own, HPMLC_GROUP_REPLICAS, 4, sizeof(double), HPML_TERM_DATA);
+    if (r + 1 < p) hpmlc_message_add(k, HPMLC_ACT_RECEIVE, HPML_AXIS_PIPE, r + 1, tag, sizeof(hpmlc_outcome));
+    if (r > 0) hpmlc_message_add(k, HPMLC_ACT_SEND, HPML_AXIS_PIPE, r - 1, tag, sizeof(hpmlc_outcome));
+    const double floats = hpmlc_stage_floats(k);
+    hpmlc_allreduce_add(k, own, HPMLC_GROUP_REPLICAS, (int64_t)floats, sizeof(float), HPML_TERM_DATA);
+    hpmlc_compute_add(k, hpmlc_update_seconds(k, floats), HPML_TERM_UPDATE);
+    for (int i = begin; i < own->count; i++) own->item[i].first = p - 1 - r;
+    hpmlc_act_add(own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
 }
 
 /* Makes the program of a rank with strategy local, block or elastic: plan.period steps, then the meeting. */
@@ -18616,6 +18733,9 @@ HPMLC_FN bool hpmlc_programs_make(hpmlc_maker *k)
         if (r >= y->size[HPML_AXIS_PIPE]) hpmlc_server_add(k, r - y->size[HPML_AXIS_PIPE]);
         else if (k->p->strategy == HPML_STRATEGY_PS) hpmlc_worker_add(k);
         else if (hpmlc_plan_meets(k->p)) hpmlc_meeting_add(k);
+        else if (k->p->strategy == HPML_STRATEGY_GOSSIP) hpmlc_gossip_add(k);
+        else if (hpmlc_plan_flows(k->p)) hpmlc_flow_add(k);
+        else if (k->p->exact) hpmlc_exact_add(k);
         else hpmlc_sync_add(k);
         good     = good && !k->role->own.failed && !k->role->background.failed;
         y->jobs  = (int)hpmlc_max(y->jobs, k->role->background.jobs);
@@ -18843,6 +18963,7 @@ HPML_API int hpml_model_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_layer
         l->edge  = (int64_t)((double)hpml_tensor_count(n->out) / batch);
         l->kept  = (int64_t)sizeof(float) * l->edge;
         l->bytes = 2.0 * (double)l->kept;
+        l->dense = n->op == HPML_OP_LINEAR;
         for (int k = 0; k < n->src_count; k++) {
             const hpml_tensor *p = n->src[k];
             if (!p || !p->param || !p->grad) continue;
@@ -19179,12 +19300,11 @@ HPMLC_FN const char *hpmlc_forecast_refused(const hpml_plan *p)
         s == HPML_STRATEGY_FEDERATED || s == HPML_STRATEGY_HOGWILD)
         return "the messages of this strategy depend on which rank is first; take sync, ps, local, block or elastic, "
                "or train in virtual time (HPML_TRANSPORT_CLOCK)";
-    if (s == HPML_STRATEGY_GOSSIP)
-        return "a step of gossip has no end that all ranks share; take local, or train in virtual time";
-    if (hpmlc_plan_flows(p)) return "a step with schedules stash and vertical has no end; see hpml_pipe_simulate";
-    if (p->exact || p->route != HPML_ROUTE_ALLREDUCE)
-        return "the steps of exact sums and of routes factors and hybrid have no program here; take exact=0 and route "
-               "allreduce, or train in virtual time";
+    if ((p->exact || p->route != HPML_ROUTE_ALLREDUCE) && (p->servers > 0 || hpmlc_plan_splits(p) || hpmlc_plan_packs(p)))
+        return "exact sums and factors have a program only along axis data, without servers and codec; take exact=0 "
+               "and route allreduce, or train in virtual time";
+    if (hpmlc_plan_flows(p) && p->shard > 0)
+        return "the steps of schedules stash and vertical have no program with shard; take shard=0";
     return NULL;
 }
 
@@ -19260,6 +19380,8 @@ HPMLC_FN bool hpmlc_is_power(int n) { return (n & (n - 1)) == 0; }
 HPMLC_FN bool hpmlc_act_is_alike(hpmlc_play *y, const hpmlc_act *act)
 {
     const bool over = act->group < HPMLC_GROUP_ALL && (y->mask[act->group] >> HPML_AXIS_DATA & 1);
+    const bool even = act->peer == HPML_TOPOLOGY_RING || act->peer == HPML_TOPOLOGY_ALL;
+    if (act->kind == HPMLC_ACT_COLLECT && act->collective == HPMLC_MIX) return even;
     if (act->kind != HPMLC_ACT_COLLECT || !over || act->collective != HPMLC_ALLREDUCE) return true;
     hpmlc_layouts *l = hpmlc_group_layout(y, act->group, 0);
     hpml_algorithm a = act->algorithm;
@@ -19401,6 +19523,7 @@ HPMLC_FN double hpmlc_stage_kept(const hpmlc_maker *k, int stage)
     d.stages = (int32_t)hpmlc_max(k->p->pipe, 1);
     d.micro  = k->p->pipe > 1 ? k->p->micro : 1;
     d.chunks = k->p->chunks;
+    if (hpmlc_plan_flows(k->p)) d.micro = d.stages;
     for (int q = stage, chunk = 0; q < k->pieces; q += d.stages, chunk++) {
         double bytes = 0, most = 0;
         for (int i = k->cut[q]; i < k->cut[q + 1]; i++) {
@@ -19427,6 +19550,8 @@ HPMLC_FN hpml_status hpmlc_forecast_memory(hpmlc_maker *k, int64_t *out, const h
         bytes += k->p->shard > 1 ? floats / n + slots : floats;
         bytes += k->f->states * floats / n;
         if (k->p->delayed) bytes += floats;
+        if (hpmlc_plan_flows(k->p)) /* older versions of the weights */
+            bytes += floats * (k->p->schedule == HPML_PIPE_VERTICAL ? k->p->pipe - 1 : k->p->pipe - 1 - k->stage);
         if (hpmlc_plan_packs(k->p) && !k->p->codec.no_feedback) bytes += floats;
         most = fmax(most, 4 * bytes + hpmlc_stage_kept(k, k->stage));
     }
@@ -19483,13 +19608,18 @@ HPMLC_FN hpml_status hpmlc_forecast_begin(hpmlc_maker *k, hpmlc_play *y, const h
     y->nodes   = hpmlc_network_nodes(net, y->ranks);
     y->steps   = plan->servers > 0 ? 8 : 3;
     y->from    = 1;
+    y->seed    = plan->seed;
+    if (hpmlc_plan_flows(plan)) {
+        y->from  = plan->pipe + 1; /* the pipeline is full; its steps repeat with a period of 1, 2, 3 ... steps */
+        y->steps = y->from + 12;
+    }
     y->loose   = y->ranks > 64;
     k->p       = resolved;
     k->f       = f;
     k->m       = m;
     k->y       = y;
     k->samples = hpmlc_plan_most(plan, &f->facts);
-    k->rows    = resolved->pipe > 1 ? (k->samples - 1) / resolved->micro + 1 : k->samples;
+    k->rows    = resolved->pipe > 1 && !hpmlc_plan_flows(plan) ? (k->samples - 1) / resolved->micro + 1 : k->samples;
     k->pieces  = (int)hpmlc_max(resolved->pipe, 1);
     if (resolved->pipe > 1 && resolved->schedule == HPML_PIPE_INTERLEAVED)
         k->pieces *= resolved->chunks > 0 ? resolved->chunks : 2;
@@ -19518,7 +19648,7 @@ HPMLC_FN hpml_status hpmlc_forecast_plan(const hpml_plan *plan, const hpml_model
     if (!memo) hpml_machine_network(machine, facts->facts.ranks, &net);
     status = hpmlc_forecast_begin(&k, &y, plan, facts, machine, &resolved, memo ? &memo->network : &net, to);
     if (loose) y.loose = true;
-    if (memo && plan->servers == 0) {
+    if (memo && plan->servers == 0 && !hpmlc_plan_flows(plan)) {
         y.steps = 1;
         y.from  = 0;
     }
