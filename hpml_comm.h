@@ -16780,26 +16780,22 @@ struct hpmlc_sim {
     /* For programs (>>play): each rank has `streams` actors, which share its network card, and p counts actors; "rank"
        in the comments on the fields above then means an actor: */
     int               streams;            /* actors of a rank: 2, or 1 where ranks have no programs */
-    double           *waited;             /* (p) seconds each actor waited in its current act; NULL: no programs */
+    double           *waited;             /* (p) seconds that each actor waited in its current act */
+    void             *state;              /* (state_bytes) the block of memory that all arrays but .letter lie in */
+    size_t            state_bytes;
     bool            (*program)(hpmlc_sim *s, int r); /* sets actor r's move; false: none. NULL: no programs */
     void            (*mark)(hpmlc_sim *s);  /* called before each message is sent; NULL: none */
 };
 
 HPMLC_FN void hpmlc_sim_close(hpmlc_sim *s)
 {
-    free(s->node);
-    free(s->clock);
-    free(s->bytes);
-    free(s->phase);
-    free(s->rank);
-    free(s->run);
+    free(s->state);
     free(s->letter);
-    free(s->waited);
 }
 
-/* Takes memory for a simulation of p actors, `streams` for each rank (1: actors are ranks), on the network `net`.
-   False: out of memory. */
-HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net, int streams)
+/* Takes memory for a simulation of p actors, `streams` for each rank (1: actors are ranks), on the network `net`. The
+   block of memory ends with `more` bytes for the caller. False: out of memory. */
+HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net, int streams, size_t more)
 {
     hpml_comm *c = &s->layout;
     size_t     n = (size_t)p;
@@ -16813,20 +16809,24 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net, int s
     s->rate[0]     = net->inside.bandwidth > 0 ? 1 / net->inside.bandwidth : 0;
     s->rate[1]     = net->between.bandwidth > 0 ? 1 / net->between.bandwidth : 0;
     s->free_letter = -1;
-    s->node        = (int32_t *)calloc(2 * n, sizeof(int32_t)); /* array `node`, then `phases` */
-    s->clock       = (double *)calloc(5 * n + 2 * cards, sizeof(double)); /* `clock`, `out`, `in`, `work` */
-    s->bytes       = (int64_t *)calloc(2 * n, sizeof(int64_t));
-    s->phase       = (hpmlc_phase *)calloc(HPMLC_PHASES * n, sizeof(hpmlc_phase));
-    s->rank        = (hpmlc_sim_rank *)calloc(n, sizeof(hpmlc_sim_rank));
-    s->run         = (hpmlc_sim_event *)calloc(2 * n, sizeof(hpmlc_sim_event)); /* `run`, then `heap` */
-    s->failed      = !s->node || !s->clock || !s->bytes || !s->phase || !s->rank || !s->run;
+    s->state_bytes = (6 * n + 2 * cards) * sizeof(double) + 2 * n * (sizeof(int64_t) + sizeof(hpmlc_sim_event)) +
+                     n * (HPMLC_PHASES * sizeof(hpmlc_phase) + sizeof(hpmlc_sim_rank) + 2 * sizeof(int32_t)) + more;
+    s->state       = calloc(1, s->state_bytes);
+    s->failed      = !s->state;
     if (s->failed) return false;
+    s->clock    = (double *)s->state;
     s->out      = s->clock + n;
     s->in       = s->out + cards;
     s->work     = s->in + cards;
+    s->waited   = s->work + 4 * n;
+    s->bytes    = (int64_t *)(void *)(s->waited + n);
     s->messages = s->bytes + n;
-    s->phases   = s->node + n;
+    s->run      = (hpmlc_sim_event *)(void *)(s->messages + n);
     s->heap     = s->run + n;
+    s->phase    = (hpmlc_phase *)(void *)(s->heap + n);
+    s->node     = (int32_t *)(void *)(s->phase + HPMLC_PHASES * n);
+    s->phases   = s->node + n;
+    s->rank     = (hpmlc_sim_rank *)(void *)(s->phases + n);
     for (int r = 0; r < p; r++) s->node[r] = hpmlc_network_node(net, s->nodes, r / streams);
     c->size = p;
     c->node = s->node;
@@ -16970,7 +16970,7 @@ HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r)
 HPMLC_FN void hpmlc_sim_arrive(hpmlc_sim *s, int r, double arrival)
 {
     if (s->clock[r] >= arrival) return;
-    if (s->waited) s->waited[r] += arrival - s->clock[r];
+    s->waited[r] += arrival - s->clock[r];
     s->clock[r] = arrival;
 }
 
@@ -17419,7 +17419,7 @@ HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulati
     *out = result;
     hpml_status status = hpmlc_sim_check(desc, &to);
     if (status != HPML_OK) return status;
-    bool good = hpmlc_sim_open(&s, desc->ranks, &desc->network, 1);
+    bool good = hpmlc_sim_open(&s, desc->ranks, &desc->network, 1, 0);
     if (good && desc->servers > 0) hpmlc_sim_servers(&s, desc, &result);
     else good = good && hpmlc_sim_step(&s, desc, &result);
     if (!good) status = hpmlc_refuse(&to, HPML_ERR_MEMORY, "simulate: no memory for %d ranks", desc->ranks);
@@ -17448,7 +17448,7 @@ HPML_API double hpml_simulate_allreduce(hpml_algorithm a, int32_t ranks, const h
     double    seconds = -1;
     if (!network || bytes < 0 || hpmlc_sim_check_network(a, ranks, network, NULL) != HPML_OK) return -1;
     size_t size = bytes % 4 == 0 ? 4 : 1;
-    bool good = hpmlc_sim_open(&s, ranks, network, 1);
+    bool good = hpmlc_sim_open(&s, ranks, network, 1, 0);
     good = good && hpmlc_sim_play(&s, HPMLC_SIM_ALLREDUCE, a, bytes / (int64_t)size, size);
     if (good) seconds = hpmlc_sim_latest(&s);
     hpmlc_sim_close(&s);
@@ -17487,7 +17487,7 @@ HPMLC_FN bool hpmlc_pipe_sim_open(hpmlc_pipe_sim *s, const hpml_pipe_desc *d)
     s->next  = (hpml_pipe_task *)calloc(p, sizeof *s->next);
     s->ended = (bool *)calloc(p, sizeof *s->ended);
     s->arrival[0] = (double *)malloc(2 * inputs * sizeof(double));
-    if (!hpmlc_sim_open(&s->net, s->p, &d->network, 1) || !s->walk || !s->next || !s->ended || !s->arrival[0])
+    if (!hpmlc_sim_open(&s->net, s->p, &d->network, 1, 0) || !s->walk || !s->next || !s->ended || !s->arrival[0])
         return false;
     s->arrival[1] = s->arrival[0] + inputs;
     for (size_t i = 0; i < 2 * inputs; i++) s->arrival[0][i] = -1;
@@ -18561,39 +18561,6 @@ HPMLC_FN void hpmlc_sync_add(hpmlc_maker *k)
     hpmlc_act_add(&k->role->own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
 }
 
-/* Makes the program of a rank with exact sums: the losses, the largest gradient of each layer, 64-bit integers. */
-HPMLC_FN void hpmlc_exact_add(hpmlc_maker *k)
-{
-    int64_t params = 0, floats = 0;
-    hpmlc_buckets_cut(k);
-    hpmlc_pass_add(k);
-    for (int i = 0; i < k->f->layers; i++) {
-        params += k->f->layer[i].cols > 0;
-        floats += hpmlc_layer_part(k, i);
-    }
-    hpmlc_allreduce_add(k, &k->role->own, HPMLC_GROUP_REPLICAS, HPMLC_STATS, sizeof(double), HPML_TERM_DATA);
-    hpmlc_allreduce_add(k, &k->role->own, HPMLC_GROUP_REPLICAS, params, sizeof(float), HPML_TERM_DATA);
-    hpmlc_allreduce_add(k, &k->role->own, HPMLC_GROUP_REPLICAS, floats, sizeof(int64_t), HPML_TERM_DATA);
-    if (k->p->algorithm != HPML_AUTO && k->role->own.count > 0)
-        k->role->own.item[k->role->own.count - 1].algorithm = k->p->algorithm;
-    hpmlc_compute_add(k, hpmlc_update_seconds(k, (double)floats), HPML_TERM_UPDATE);
-    hpmlc_act_add(&k->role->own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
-}
-
-/* Makes the program of a rank with strategy gossip: one step. */
-HPMLC_FN void hpmlc_gossip_add(hpmlc_maker *k)
-{
-    const double floats = hpmlc_stage_floats(k);
-    hpmlc_buckets_cut(k);
-    hpmlc_pass_add(k);
-    hpmlc_act *mix = NULL;
-    if (hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS) > 1)
-        mix = hpmlc_collect_add(&k->role->own, HPMLC_GROUP_REPLICAS, HPMLC_MIX, (int64_t)(4 * floats), 1, HPML_TERM_DATA);
-    if (mix) mix->peer = (int32_t)k->p->topology;
-    hpmlc_compute_add(k, hpmlc_update_seconds(k, floats), HPML_TERM_UPDATE);
-    hpmlc_act_add(&k->role->own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
-}
-
 /* Makes the program of a stage of schedules STASH and VERTICAL: a step is the forward pass of one micro-batch, then the
    backward pass and update of the one that entered the pipeline pipe - 1 - stage steps before. */
 HPMLC_FN void hpmlc_flow_add(hpmlc_maker *k)
@@ -18619,18 +18586,36 @@ HPMLC_FN void hpmlc_flow_add(hpmlc_maker *k)
     hpmlc_act_add(own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
 }
 
-/* Makes the program of a rank with strategy local, block or elastic: plan.period steps, then the meeting. */
-HPMLC_FN void hpmlc_meeting_add(hpmlc_maker *k)
+/* Makes the program of a rank whose own thread exchanges. Strategies local, block and elastic: plan.period steps, then
+   the meeting. Gossip: a step, with the neighbours' values before the update. Exact sums: the sum of losses, the largest
+   gradient of each layer, the sums as 64-bit integers, then the update. */
+HPMLC_FN void hpmlc_own_add(hpmlc_maker *k)
 {
-    const int64_t floats = (int64_t)hpmlc_stage_floats(k);
+    const int     group = HPMLC_GROUP_REPLICAS, steps = hpmlc_plan_meets(k->p) ? k->p->period : 1;
+    const int64_t span = (int64_t)hpmlc_stage_floats(k);
+    hpmlc_acts   *own = &k->role->own;
+    hpmlc_act    *act = NULL;
+    int64_t       params = 0, floats = 0;
     hpmlc_buckets_cut(k);
-    for (int i = 0; i < k->p->period; i++) {
-        hpmlc_pass_add(k);
-        hpmlc_compute_add(k, hpmlc_update_seconds(k, (double)floats), HPML_TERM_UPDATE);
+    for (int i = 0; i < k->f->layers; i++) {
+        params += k->f->layer[i].cols > 0;
+        floats += hpmlc_layer_part(k, i);
     }
-    hpmlc_allreduce_add(k, &k->role->own, HPMLC_GROUP_REPLICAS, floats + HPMLC_MEET_STATS, sizeof(float),
-                        HPML_TERM_DATA);
-    hpmlc_act_add(&k->role->own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
+    for (int i = 0; i < steps; i++) {
+        hpmlc_pass_add(k);
+        if (k->p->exact) {
+            hpmlc_allreduce_add(k, own, group, HPMLC_STATS, sizeof(double), HPML_TERM_DATA);
+            hpmlc_allreduce_add(k, own, group, params, sizeof(float), HPML_TERM_DATA);
+            hpmlc_allreduce_add(k, own, group, floats, sizeof(int64_t), HPML_TERM_DATA);
+            if (own->count > 0) own->item[own->count - 1].algorithm = k->p->algorithm; /* of 64-bit integers */
+        } else if (!hpmlc_plan_meets(k->p) && hpmlc_group_size(k->y, group) > 1)
+            act = hpmlc_collect_add(own, group, HPMLC_MIX, 4 * span, 1, HPML_TERM_DATA);
+        if (act) act->peer = (int32_t)k->p->topology;
+        hpmlc_compute_add(k, hpmlc_update_seconds(k, (double)span), HPML_TERM_UPDATE);
+    }
+    if (hpmlc_plan_meets(k->p))
+        hpmlc_allreduce_add(k, own, group, span + HPMLC_MEET_STATS, sizeof(float), HPML_TERM_DATA);
+    hpmlc_act_add(own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
 }
 
 HPMLC_FN int64_t hpmlc_server_floats(const hpmlc_maker *k, int s) /* floats of the range that server s keeps */
@@ -18732,10 +18717,8 @@ HPMLC_FN bool hpmlc_programs_make(hpmlc_maker *k)
         k->stage = r;
         if (r >= y->size[HPML_AXIS_PIPE]) hpmlc_server_add(k, r - y->size[HPML_AXIS_PIPE]);
         else if (k->p->strategy == HPML_STRATEGY_PS) hpmlc_worker_add(k);
-        else if (hpmlc_plan_meets(k->p)) hpmlc_meeting_add(k);
-        else if (k->p->strategy == HPML_STRATEGY_GOSSIP) hpmlc_gossip_add(k);
         else if (hpmlc_plan_flows(k->p)) hpmlc_flow_add(k);
-        else if (k->p->exact) hpmlc_exact_add(k);
+        else if (k->p->exact || k->p->strategy != HPML_STRATEGY_SYNC) hpmlc_own_add(k);
         else hpmlc_sync_add(k);
         good     = good && !k->role->own.failed && !k->role->background.failed;
         y->jobs  = (int)hpmlc_max(y->jobs, k->role->background.jobs);
@@ -19046,11 +19029,10 @@ HPML_API int hpml_roofline_text(const hpml_model_facts *facts, const hpml_machin
    then differ in that job, and at the end of a play. */
 enum { HPMLC_STATES = 8, HPMLC_PLAYS = 16, HPMLC_STATE_BYTES = 1 << 20 /* larger states are not kept */ };
 
-typedef struct hpmlc_moment { /* the state of a play before a message is sent; the arrays' contents follow the struct */
-    int       refs;    /* number of lists (hpmlc_moments) that have it */
+typedef struct hpmlc_moment { /* a play before a message is sent; .net.state, then .letter follow the struct */
     bool      last;    /* true: the play is over */
     int64_t   sent;    /* messages sent until then */
-    hpmlc_sim net;     /* for the members that are neither arrays nor the same in all plays */
+    hpmlc_sim net;
 } hpmlc_moment;
 
 struct hpmlc_moments {
@@ -19074,91 +19056,52 @@ struct hpmlc_memo {
     bool          off;          /* true: every play begins at its beginning */
 };
 
-typedef struct hpmlc_range { void *at; size_t bytes; } hpmlc_range;
-enum { HPMLC_RANGES = 8 };
-
-/* Sets all[0 .. HPMLC_RANGES - 1] to the arrays that make up a play's state as long as no job has been posted; returns
-   their bytes. */
-HPMLC_FN size_t hpmlc_play_arrays(const hpmlc_play *y, hpmlc_range all[HPMLC_RANGES])
-{
-    const hpmlc_sim  *s = &y->net;
-    const size_t      n = (size_t)s->p, cards = n + (size_t)s->nodes;
-    const hpmlc_range list[HPMLC_RANGES] = {
-        { s->clock, (n + 2 * cards) * sizeof(double) }, { s->bytes, 2 * n * sizeof(int64_t) },
-        { s->phase, HPMLC_PHASES * n * sizeof(hpmlc_phase) }, { s->phases, n * sizeof(int32_t) },
-        { s->rank, n * sizeof(hpmlc_sim_rank) }, { s->run, 2 * n * sizeof(hpmlc_sim_event) },
-        { s->waited, n * sizeof(double) }, { y->ends, (size_t)y->steps * sizeof(double) },
-    };
-    size_t bytes = 0;
-    for (int i = 0; i < HPMLC_RANGES; i++) {
-        all[i] = list[i];
-        bytes += list[i].bytes;
-    }
-    return bytes;
-}
-
-HPMLC_FN void hpmlc_moment_release(hpmlc_moment *m)
-{
-    if (--m->refs == 0) free(m);
-}
-
-HPMLC_FN void hpmlc_moments_clear(hpmlc_moments *all)
-{
-    while (all->count > 0) hpmlc_moment_release(all->item[--all->count]);
-}
-
 /* Appends the play's state to its list of states. Of a full list every other state is dropped before. */
 HPMLC_FN void hpmlc_moment_keep(hpmlc_play *y, bool last)
 {
     hpmlc_moments *all = y->moments;
-    hpmlc_range    array[HPMLC_RANGES];
-    const size_t   actors = (size_t)y->net.p * sizeof(hpmlc_actor);
-    const size_t   letters = (size_t)y->net.letters * sizeof(hpmlc_sim_letter);
-    const size_t   bytes = hpmlc_play_arrays(y, array) + actors + letters;
+    const size_t   bytes = y->net.state_bytes, letters = (size_t)y->net.letters * sizeof(hpmlc_sim_letter);
     if (bytes > HPMLC_STATE_BYTES && !last) return;
     if (all->count == HPMLC_STATES && !last) {
         for (int i = 0; i < HPMLC_STATES; i += 2) {
-            hpmlc_moment_release(all->item[i]);
+            free(all->item[i]);
             all->item[i / 2] = all->item[i + 1];
         }
         all->count /= 2;
         all->every *= 2;
     }
-    hpmlc_moment *m = (hpmlc_moment *)malloc(sizeof *m + bytes);
+    hpmlc_moment *m = (hpmlc_moment *)malloc(sizeof *m + bytes + letters);
     if (!m) return;
-    m->refs = 1;
     m->last = last;
     m->sent = y->sent;
     m->net  = y->net;
-    char *to = (char *)(m + 1);
-    memcpy(to, y->actor, actors);
-    to += actors;
-    if (letters > 0) memcpy(to, y->net.letter, letters);
-    to += letters;
-    for (int i = 0; i < HPMLC_RANGES; to += array[i++].bytes) memcpy(to, array[i].at, array[i].bytes);
+    memcpy(m + 1, y->net.state, bytes);
+    if (letters > 0) memcpy((char *)(m + 1) + bytes, y->net.letter, letters);
     all->item[all->count++] = m;
+}
+
+HPMLC_FN const hpmlc_actor *hpmlc_moment_actors(const hpmlc_play *y, const hpmlc_moment *m)
+{
+    return (const hpmlc_actor *)(const void *)((const char *)(m + 1) + ((char *)y->actor - (char *)y->net.state));
 }
 
 /* Sets play y, whose memory is there, to the state m of another play. False: out of memory. */
 HPMLC_FN bool hpmlc_moment_load(hpmlc_play *y, const hpmlc_moment *m)
 {
     hpmlc_sim         *s = &y->net;
-    const hpmlc_actor *actor = (const hpmlc_actor *)(const void *)(m + 1);
-    const size_t       letters = (size_t)m->net.letters * sizeof(hpmlc_sim_letter);
-    hpmlc_range        array[HPMLC_RANGES];
+    const hpmlc_actor *from = hpmlc_moment_actors(y, m);
+    const size_t       letters = (size_t)m->net.letters * sizeof(hpmlc_sim_letter), ends = (size_t)y->steps;
     if (letters > 0) s->letter = (hpmlc_sim_letter *)malloc(letters);
     if (letters > 0 && !s->letter) return false;
-    hpmlc_play_arrays(y, array);
+    if (letters > 0) memcpy(s->letter, (const char *)(m + 1) + s->state_bytes, letters);
+    memcpy(s->state, m + 1, (size_t)((char *)y->actor - (char *)s->state));
+    memcpy(y->ends, from + s->p, ends * sizeof(double));
     for (int a = 0; a < s->p; a++) {
-        hpmlc_actor now = actor[a];
+        hpmlc_actor now = from[a];
         now.acts = y->actor[a].acts;
         memcpy(now.layout, y->actor[a].layout, sizeof now.layout);
         y->actor[a] = now;
     }
-    const char *from = (const char *)(actor + s->p);
-    if (letters > 0) memcpy(s->letter, from, letters);
-    from += letters;
-    for (int i = 0; i < HPMLC_RANGES; from += array[i++].bytes) memcpy(array[i].at, from, array[i].bytes);
     s->between     = m->net.between;
     s->runs        = m->net.runs;
     s->letters     = m->net.letters;
@@ -19206,7 +19149,7 @@ HPMLC_FN bool hpmlc_roles_compare(hpmlc_play *y, const hpmlc_kept *kept)
    come to an act that differs. */
 HPMLC_FN bool hpmlc_moment_fits(const hpmlc_play *y, const hpmlc_moment *m)
 {
-    const hpmlc_actor *actor = (const hpmlc_actor *)(const void *)(m + 1);
+    const hpmlc_actor *actor = hpmlc_moment_actors(y, m);
     for (int r = 0; r < y->unit; r++) {
         const hpmlc_role  *role = hpmlc_play_role(y, r);
         const hpmlc_actor *own = &actor[2 * r + 1];
@@ -19221,7 +19164,7 @@ HPMLC_FN bool hpmlc_memo_resume(hpmlc_memo *memo, hpmlc_play *y)
 {
     hpmlc_kept *from = NULL;
     int         at = 0;
-    hpmlc_moments_clear(&memo->now);
+    while (memo->now.count > 0) free(memo->now.item[--memo->now.count]); /* of a play that failed */
     memo->now.every = 8 * (int64_t)y->unit;
     memo->turn++;
     y->net.mark = hpmlc_play_mark;
@@ -19242,16 +19185,12 @@ HPMLC_FN bool hpmlc_memo_resume(hpmlc_memo *memo, hpmlc_play *y)
     memo->now.every = from->moments.every;
     y->due          = y->sent + memo->now.every;
     if (from->moments.item[at]->last) y->moments = NULL; /* the kept play serves later ones */
-    for (int i = 0; i <= at && y->moments; i++) {
-        memo->now.item[memo->now.count++] = from->moments.item[i];
-        from->moments.item[i]->refs++;
-    }
     return true;
 }
 
 HPMLC_FN void hpmlc_kept_free(hpmlc_kept *kept)
 {
-    hpmlc_moments_clear(&kept->moments);
+    while (kept->moments.count > 0) free(kept->moments.item[--kept->moments.count]);
     hpmlc_roles_free(kept->role, kept->roles);
     kept->role = NULL;
 }
@@ -19279,7 +19218,7 @@ HPMLC_FN void hpmlc_memo_keep(hpmlc_memo *memo, hpmlc_play *y)
 HPMLC_FN void hpmlc_memo_free(hpmlc_memo *memo)
 {
     for (int k = 0; k < HPMLC_PLAYS; k++) hpmlc_kept_free(&memo->play[k]);
-    hpmlc_moments_clear(&memo->now);
+    while (memo->now.count > 0) free(memo->now.item[--memo->now.count]);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -19438,15 +19377,13 @@ HPMLC_FN void hpmlc_acts_choose(const hpmlc_play *y, hpmlc_acts *acts)
    groups. False: out of memory. */
 HPMLC_FN bool hpmlc_play_actors(hpmlc_play *y)
 {
-    const size_t n = (size_t)y->unit;
-    y->actor  = (hpmlc_actor *)calloc(2 * n, sizeof *y->actor);
+    const size_t n = (size_t)y->unit, ends = (size_t)y->steps * sizeof(double), own = 2 * n * sizeof *y->actor + ends;
     y->posted = (double *)calloc(2 * n * (size_t)(y->jobs + 1), sizeof(double));
-    y->ends   = (double *)calloc((size_t)y->steps, sizeof(double));
-    if (!hpmlc_sim_open(&y->net, 2 * y->unit, y->network, 2)) return false;
-    y->net.waited  = (double *)calloc(2 * n, sizeof(double));
+    if (!hpmlc_sim_open(&y->net, 2 * y->unit, y->network, 2, own) || !y->posted) return false;
     y->net.program = hpmlc_play_move;
-    if (!y->actor || !y->posted || !y->ends || !y->net.waited) return false;
-    y->ended = y->posted + n * (size_t)y->jobs;
+    y->ends        = (double *)(void *)((char *)y->net.state + y->net.state_bytes - ends);
+    y->actor       = (hpmlc_actor *)(void *)((char *)y->ends - 2 * n * sizeof *y->actor);
+    y->ended       = y->posted + n * (size_t)y->jobs;
     for (int r = 0; r < y->unit; r++) {
         hpmlc_role *role = hpmlc_play_role(y, r);
         y->actor[2 * r].idle     = true;
@@ -19480,9 +19417,7 @@ HPMLC_FN void hpmlc_play_close(hpmlc_play *y)
         free(l);
     }
     free(y->node);
-    free(y->actor);
     free(y->posted);
-    free(y->ends);
 }
 
 /* Makes the programs of a plan for which hpmlc_forecast_begin was called, and plays y->steps steps from the clock
