@@ -1482,8 +1482,8 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
 
    Exact on up to 64 ranks: strategy sync without codec and delayed, any data x pipe x tensor, all schedules that empty
    the pipeline, shard 0 to 3; exact sums; factors of layers without bias; strategies ps, local, block, elastic, gossip
-   (but for random pairs); the steady steps of schedules stash and vertical. Nearly, in tests within 3 %: delayed; codecs
-   (equal stripes, no time to pack). Not compared with trainings: axes sequence and expert. Layers with several
+   (but for random pairs); the steady steps of schedules stash and vertical. Nearly, in tests within 3 %: delayed;
+   codecs (equal stripes, no time to pack). Not compared with trainings: axes sequence and expert. Layers with several
    parameters differ where a bucket ends between two of them. On more ranks losses are taken to be added up in
    log2(ranks) rounds (within 1 %), and equal replicas to have the blocks of the first one. Refused with
    HPML_ERR_UNSUPPORTED: strategies whose messages depend on who is first (backup, ssp, async, federated, hogwild);
@@ -17786,8 +17786,8 @@ typedef struct hpmlc_actor {
     int32_t           partner;      /* MIX by random pairs: the rank's partner in this step */
     int32_t           place[HPMLC_GROUPS]; /* the rank's position in its group of each kind */
     hpmlc_layouts    *layout[HPMLC_GROUPS];
-    double            term[HPML_TERM_COUNT], link[2]; /* seconds from step hpmlc_play.from on: of each term; of waiting for
-                                       messages, not in bubbles, [0] within a node, [1] between nodes */
+    double            term[HPML_TERM_COUNT], link[2]; /* from step hpmlc_play.from on, seconds of each term; of waiting
+                                       for messages, not in bubbles, [0] within a node, [1] between nodes */
 } hpmlc_actor;
 
 typedef struct hpmlc_moments hpmlc_moments; /* >>delta */
@@ -18101,21 +18101,6 @@ HPMLC_FN bool hpmlc_play_move(hpmlc_sim *s, int a)
         }
     }
     return false;
-}
-
-HPMLC_FN hpmlc_role *hpmlc_play_role(const hpmlc_play *y, int rank) /* the role whose program the rank has */
-{
-    if (rank < y->workers) return &y->role[hpmlc_play_at(y, rank, HPML_AXIS_PIPE)];
-    return &y->role[y->size[HPML_AXIS_PIPE] + rank - y->workers];
-}
-
-HPMLC_FN void hpmlc_roles_free(hpmlc_role *role, int roles)
-{
-    for (int r = 0; role && r < roles; r++) {
-        free(role[r].own.item);
-        free(role[r].background.item);
-    }
-    free(role);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -18587,8 +18572,8 @@ HPMLC_FN void hpmlc_flow_add(hpmlc_maker *k)
 }
 
 /* Makes the program of a rank whose own thread exchanges. Strategies local, block and elastic: plan.period steps, then
-   the meeting. Gossip: a step, with the neighbours' values before the update. Exact sums: the sum of losses, the largest
-   gradient of each layer, the sums as 64-bit integers, then the update. */
+   the meeting. Gossip: a step, with the neighbours' values before the update. Exact sums: the sum of losses, the
+   largest gradient of each layer, the sums as 64-bit integers, then the update. */
 HPMLC_FN void hpmlc_own_add(hpmlc_maker *k)
 {
     const int     group = HPMLC_GROUP_REPLICAS, steps = hpmlc_plan_meets(k->p) ? k->p->period : 1;
@@ -19022,12 +19007,47 @@ HPML_API int hpml_roofline_text(const hpml_model_facts *facts, const hpml_machin
 // >>delta   plays that begin where they differ from an earlier one
 // ---------------------------------------------------------------------------------------------------------------------
 /* A search plays plans that differ in a field or two. Until some rank comes to an act in which its program differs from
-   the one of an earlier play, both plays are in the same state, bit for bit. So a play keeps its state now and then, and
-   a later play begins with the last state that both have in common (delta simulation: Jia et al. 2019, "FlexFlow"). A
-   play with another codec, algorithm or shard begins where the first gradients are final; one with the same programs has
-   nothing left to play. States are kept until the first job of a background is posted, because plans that agree until
+   that of an earlier play, both plays are in the same state, bit for bit. So a play keeps its state now and then, and a
+   later play begins with the last state that both have in common (delta simulation: Jia et al. 2019, "FlexFlow"). A
+   play with another codec, algorithm or shard begins where the first gradients are final; a play with the same programs
+   has nothing left to do. States are kept until the first job of a background is posted, because plans that agree until
    then differ in that job, and at the end of a play. */
 enum { HPMLC_STATES = 8, HPMLC_PLAYS = 16, HPMLC_STATE_BYTES = 1 << 20 /* larger states are not kept */ };
+
+HPMLC_FN hpmlc_role *hpmlc_play_role(const hpmlc_play *y, int rank) /* the role whose program the rank has */
+{
+    if (rank < y->workers) return &y->role[hpmlc_play_at(y, rank, HPML_AXIS_PIPE)];
+    return &y->role[y->size[HPML_AXIS_PIPE] + rank - y->workers];
+}
+
+HPMLC_FN void hpmlc_roles_free(hpmlc_role *role, int roles)
+{
+    for (int r = 0; role && r < roles; r++) {
+        free(role[r].own.item);
+        free(role[r].background.item);
+    }
+    free(role);
+}
+
+/* Replaces AUTO in the acts by the algorithm that it chooses, if that is the same in all groups. So programs are the
+   same where a plan names the algorithm that AUTO chooses in another. */
+HPMLC_FN void hpmlc_acts_choose(const hpmlc_play *y, hpmlc_acts *acts)
+{
+    for (int i = 0; i < acts->count; i++) {
+        hpmlc_act     *act = &acts->item[i];
+        hpml_algorithm choice = HPML_AUTO;
+        bool           alike = true;
+        const bool     sums = act->kind == HPMLC_ACT_COLLECT && act->collective == HPMLC_ALLREDUCE;
+        if (!sums || act->algorithm != HPML_AUTO) continue;
+        for (hpmlc_layouts *l = y->layouts; l; l = l->next) {
+            if (l->group != act->group) continue;
+            const hpml_algorithm a = hpml_comm_choose(&l->c, act->n * (int64_t)act->size);
+            alike  = alike && (choice == HPML_AUTO || choice == a);
+            choice = a;
+        }
+        if (alike) act->algorithm = choice;
+    }
+}
 
 typedef struct hpmlc_moment { /* a play before a message is sent; .net.state, then .letter follow the struct */
     bool      last;    /* true: the play is over */
@@ -19145,8 +19165,8 @@ HPMLC_FN bool hpmlc_roles_compare(hpmlc_play *y, const hpmlc_kept *kept)
     return true;
 }
 
-/* Returns whether the state m, of the kept play with which y's programs were compared, is also a state of y: no rank has
-   come to an act that differs. */
+/* Returns whether the state m, of the kept play with which y's programs were compared, is also a state of y: no rank
+   has come to an act that differs. */
 HPMLC_FN bool hpmlc_moment_fits(const hpmlc_play *y, const hpmlc_moment *m)
 {
     const hpmlc_actor *actor = hpmlc_moment_actors(y, m);
@@ -19239,7 +19259,8 @@ HPMLC_FN const char *hpmlc_forecast_refused(const hpml_plan *p)
         s == HPML_STRATEGY_FEDERATED || s == HPML_STRATEGY_HOGWILD)
         return "the messages of this strategy depend on which rank is first; take sync, ps, local, block or elastic, "
                "or train in virtual time (HPML_TRANSPORT_CLOCK)";
-    if ((p->exact || p->route != HPML_ROUTE_ALLREDUCE) && (p->servers > 0 || hpmlc_plan_splits(p) || hpmlc_plan_packs(p)))
+    const bool plain = p->servers == 0 && !hpmlc_plan_splits(p) && !hpmlc_plan_packs(p);
+    if (!plain && (p->exact || p->route != HPML_ROUTE_ALLREDUCE))
         return "exact sums and factors have a program only along axis data, without servers and codec; take exact=0 "
                "and route allreduce, or train in virtual time";
     if (hpmlc_plan_flows(p) && p->shard > 0)
@@ -19352,25 +19373,6 @@ HPMLC_FN void hpmlc_play_fold(hpmlc_play *y)
             for (int i = 0; i < acts->count && alike; i++) alike = hpmlc_act_is_alike(y, &acts->item[i]);
         }
     if (alike) y->unit = unit;
-}
-
-/* Replaces AUTO in the acts by the algorithm that it chooses, if that is the same in all groups. So programs are the same
-   where a plan names the algorithm that AUTO chooses in another. */
-HPMLC_FN void hpmlc_acts_choose(const hpmlc_play *y, hpmlc_acts *acts)
-{
-    for (int i = 0; i < acts->count; i++) {
-        hpmlc_act     *act = &acts->item[i];
-        hpml_algorithm choice = HPML_AUTO;
-        bool           alike = true;
-        if (act->kind != HPMLC_ACT_COLLECT || act->collective != HPMLC_ALLREDUCE || act->algorithm != HPML_AUTO) continue;
-        for (hpmlc_layouts *l = y->layouts; l; l = l->next) {
-            if (l->group != act->group) continue;
-            const hpml_algorithm a = hpml_comm_choose(&l->c, act->n * (int64_t)act->size);
-            alike  = alike && (choice == HPML_AUTO || choice == a);
-            choice = a;
-        }
-        if (alike) act->algorithm = choice;
-    }
 }
 
 /* Takes memory for the actors of y->unit ranks, and gives each actor its role's program and the layouts of its rank's

@@ -863,8 +863,8 @@ TEST(delta_equals_full)
 TEST(a_search_is_faster_by_delta)
 {
     static hpml_layer_facts layer[LAYERS];
-    hpml_model_facts        f = transformer(8, 1024, layer);
-    f.facts.ranks = 32;
+    hpml_model_facts        f = transformer(4, 768, layer);
+    f.facts.ranks = 16;
     for (int all = 0; all < 2; all++) {
         hpml_search_counts counts[2];
         hpml_found         found[2][3];
