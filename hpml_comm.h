@@ -17870,9 +17870,7 @@ HPMLC_FN int hpmlc_group_place(const hpmlc_play *y, int group, int rank)
 /* Returns which rank is at position `place` of the group of kind `group` to which rank `rank` belongs. */
 HPMLC_FN int hpmlc_group_rank(const hpmlc_play *y, int group, int rank, int place)
 {
-    const int only = y->only[group];
     if (group == HPMLC_GROUP_ALL) return place;
-    if (only >= 0) return rank + (place - hpmlc_play_at(y, rank, only)) * y->stride[only];
     for (int i = 0; i < HPML_AXES; i++) {
         const int k = (int)hpmlc_axis_order[i];
         if (!(y->mask[group] >> k & 1)) continue;
@@ -17908,24 +17906,33 @@ HPMLC_FN hpmlc_layouts *hpmlc_group_layout(hpmlc_play *y, int group, int rank)
     return l;
 }
 
+/* Returns which rank is at position `place` of a group of actor a's rank: hpmlc_group_rank without divisions, where the
+   ranks of the group differ on one axis. */
+HPMLC_FN int hpmlc_actor_peer(const hpmlc_play *y, int a, int group, int place)
+{
+    const int only = y->only[group];
+    if (only < 0) return hpmlc_group_rank(y, group, a / 2, place);
+    return a / 2 + (place - y->actor[a].place[group]) * y->stride[only];
+}
+
 /* Sets the current move of actor a: it sends `bytes` bytes to the rank at position `to` of the group (-1: sends none),
    and receives from the one at position `from` (-1: receives none). A rank from y->unit on, which is not played, is
    replaced by its equal below y->unit. */
 HPMLC_FN void hpmlc_play_set(hpmlc_play *y, int a, int group, int to, int from, int64_t bytes, int tag)
 {
     hpmlc_sim_rank *q = &y->net.rank[a];
-    const int       rank = a / 2, mine = y->node[rank];
+    const int       mine = y->node[a / 2];
     q->to    = -1;
     q->from  = -1;
     q->bytes = bytes;
     q->tag   = tag;
     if (to >= 0) {
-        to     = hpmlc_group_rank(y, group, rank, to);
+        to     = hpmlc_actor_peer(y, a, group, to);
         q->far = y->node[to] != mine;
         q->to  = (to < y->unit ? to : to % y->unit) * 2 + a % 2;
     }
     if (from < 0) return;
-    from        = hpmlc_group_rank(y, group, rank, from);
+    from        = hpmlc_actor_peer(y, a, group, from);
     q->far_from = y->node[from] != mine;
     q->from     = (from < y->unit ? from : from % y->unit) * 2 + a % 2;
 }
