@@ -19019,7 +19019,7 @@ HPML_API int hpml_roofline_text(const hpml_model_facts *facts, const hpml_machin
    play with another codec, algorithm or shard begins where the first gradients are final; a play with the same programs
    has nothing left to do. States are kept until the first job of a background is posted, because plans that agree until
    then differ in that job, and at the end of a play. */
-enum { HPMLC_STATES = 8, HPMLC_PLAYS = 16, HPMLC_STATE_BYTES = 1 << 20 /* larger states are not kept */ };
+enum { HPMLC_STATES = 8, HPMLC_PLAYS = 16, HPMLC_STATE_BYTES = 1 << 20 /* larger ones are not kept */ };
 
 HPMLC_FN hpmlc_role *hpmlc_play_role(const hpmlc_play *y, int rank) /* the role whose program the rank has */
 {
@@ -19088,7 +19088,7 @@ HPMLC_FN void hpmlc_moment_keep(hpmlc_play *y, bool last)
 {
     hpmlc_moments *all = y->moments;
     const size_t   bytes = y->net.state_bytes, letters = (size_t)y->net.letters * sizeof(hpmlc_sim_letter);
-    if (bytes > HPMLC_STATE_BYTES && !last) return;
+    if (bytes > (size_t)(last ? 4 : 1) * HPMLC_STATE_BYTES) return;
     if (all->count == HPMLC_STATES && !last) {
         for (int i = 0; i < HPMLC_STATES; i += 2) {
             free(all->item[i]);
@@ -19222,7 +19222,7 @@ HPMLC_FN void hpmlc_kept_free(hpmlc_kept *kept)
     kept->role = NULL;
 }
 
-/* Takes states and programs of play y, which is over, into the memo, in place of the play that was not used longest. */
+/* Takes states and programs of play y, which is over, into the memo, in place of the play whose last use is longest ago. */
 HPMLC_FN void hpmlc_memo_keep(hpmlc_memo *memo, hpmlc_play *y)
 {
     hpmlc_kept *place = &memo->play[0];

@@ -368,7 +368,8 @@ TEST_LONG(forecasts_are_near_trainings_in_real_time)
     };
     enum { CASES = sizeof cases / sizeof cases[0] };
     double       real[CASES], forecast_s[CASES], squares = 0;
-    const double was = unit, late = lateness();
+    const double was = unit;
+    double       late = lateness();
     int          near = 0;
     static char  why[100];
     snprintf(why, sizeof why, "8 threads that only sleep are %.0f %% late: other work runs beside", 100 * late);
@@ -393,6 +394,7 @@ TEST_LONG(forecasts_are_near_trainings_in_real_time)
         qsort(step, REAL_STEPS - 1, sizeof *step, by_value);
         real[i]       = step[(REAL_STEPS - 1) / 2];
         forecast_s[i] = p.step_s;
+        late = fmax(late, lateness());
         near += fabs(real[i] / p.step_s - 1) <= 0.15;
         printf("    %-38s %d ranks: %6.1f ms, forecast %6.1f ms%s%s\n", cases[i].plan, j.ranks, 1e3 * real[i],
                1e3 * p.step_s, j.why, j.error);
@@ -406,10 +408,10 @@ TEST_LONG(forecasts_are_near_trainings_in_real_time)
         squares += off * off;
     }
     const double correlation = 1 - 6 * squares / (CASES * (CASES * CASES - 1.));
-    printf("    %d of %d plans within 15 %%, rank correlation %.3f; 8 threads that only sleep: %.1f %% late\n", near,
-           CASES, correlation, 100 * late);
-    snprintf(why, sizeof why, "8 threads that only sleep were not late before, but are now: other work runs beside");
-    if (near < 9 && lateness() > 0.1) SKIP(why);
+    printf("    %d of %d plans within 15 %%, rank correlation %.3f; 8 threads that only sleep: up to %.1f %% late\n",
+           near, CASES, correlation, 100 * late);
+    snprintf(why, sizeof why, "8 threads that only sleep were up to %.0f %% late between trainings", 100 * late);
+    if ((near < 9 || correlation < 0.9) && late > 0.1) SKIP(why);
     ENSURE(near >= 9 && correlation >= 0.9);
 }
 
