@@ -821,11 +821,12 @@ TEST(delta_equals_full)
     static const struct { const char *machine; int ranks, batch; const char *base; } cases[] = {
         { "t4", 8, 64, "" }, { "v100-nvlink", 64, 128, "" }, { "cpu-10gbit", 12, 48, "algorithm=tree" },
         { "dgx-2", 32, 64, "no_overlap=1" }, { "cpu-slim-fly", 16, 64, "delayed=1" },
-        { "cpu-1gbit", 9, 64, "strategy=ps,servers=1" },
+        { "cpu-1gbit", 9, 64, "strategy=ps,servers=1" }, { "t4", 16, 64, "schedule=stash,pipe=4" },
+        { "cpu-10gbit", 8, 64, "exact=1" },
     };
     static hpml_layer_facts layer[LAYERS];
     hpml_model_facts        f = transformer(3, 1024, layer);
-    for (int i = 0; i < 6; i++) {
+    for (int i = 0; i < 8; i++) {
         hpml_search_desc d = { .lossy = true };
         hpmlc_search     s = { .d = &d, .f = &f };
         hpml_machine     m = *hpml_machine_find(cases[i].machine);
