@@ -19222,7 +19222,7 @@ HPMLC_FN void hpmlc_kept_free(hpmlc_kept *kept)
     kept->role = NULL;
 }
 
-/* Takes states and programs of play y, which is over, into the memo, in place of the play whose last use is longest ago. */
+/* Takes states and programs of play y, which is over, into the memo, in place of the play that was used longest ago. */
 HPMLC_FN void hpmlc_memo_keep(hpmlc_memo *memo, hpmlc_play *y)
 {
     hpmlc_kept *place = &memo->play[0];
