@@ -213,6 +213,7 @@
 //     program   the programs of a plan's ranks: layers, buckets, pipeline tasks
 //     program-step   the programs of a plan's ranks: whole steps, by strategy
 //     machines   machines by name, fabrics of nodes, what binds a layer
+//     delta   plays that begin where they differ from an earlier one
 //     forecast   a step of a plan on a machine: check, play, memory, text
 //     search   the fastest plan: all of them, or a walk through them
 #ifndef HPML_COMM_H_INCLUDED
@@ -1213,10 +1214,18 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
 HPML_API hpml_route hpml_distribute_route(const hpml_distributed *d, int param);
 HPML_API int  hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size); /* writes the report as a line */
 /* Writes the report as one JSON object in one line, for the record of a run: version, seed, ranks, transport, plan (all
-   fields), the numbers of the report as "measured". Unless `predicted` is NULL, also those of a forecast of this plan
-   (hpml_forecast) as "predicted", under the same names, and measured / predicted seconds of a step. As snprintf. */
+   fields), the numbers of the report as "measured". With a forecast of this plan (`predicted` or, if that is NULL, the
+   last of hpml_distribute_predict), also its numbers as "predicted", under the same names, and measured / predicted
+   seconds of a step. As snprintf. */
 typedef struct hpml_prediction hpml_prediction; /* >>api-forecast */
+typedef struct hpml_machine hpml_machine;
 HPML_API int  hpml_distribute_json(hpml_distributed *d, const hpml_prediction *predicted, char *buffer, size_t size);
+/* Forecasts this training: its plan, its model as hpml_model_facts_of describes it, its ranks. From then on
+   hpml_distribute_text and hpml_distribute_json show the forecast next to what is measured. machine NULL: this one, by
+   hpml_machine_measure and the links between the ranks. out: may be NULL. Errors as hpml_forecast, and
+   HPML_ERR_UNSUPPORTED with an axis other than data, because a rank then has a part of the model. */
+HPML_API hpml_status hpml_distribute_predict(hpml_distributed *d, const hpml_machine *machine, hpml_prediction *out,
+                                             char *error, size_t size);
 
 /* Where the time of one step of one rank went. The step lasts from the end of the rank's wait in the step before to the
    end of its wait in this step. What remains of step_s after compute_s, exposed_s and bubble_s is the time for loading
@@ -1472,12 +1481,13 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
    cards, without the sum of the losses.
 
    Exact on up to 64 ranks: strategy sync without codec and delayed, any data x pipe x tensor, all schedules that empty
-   the pipeline, shard 0 to 3; strategies ps, local, block and elastic. Nearly, in tests within 3 %: delayed; codecs
-   (equal stripes, no time to pack). Not compared with trainings: axes sequence and expert. Layers with several
+   the pipeline, shard 0 to 3; exact sums; factors of layers without bias; strategies ps, local, block, elastic, gossip
+   (but for random pairs); the steady steps of schedules stash and vertical. Nearly, in tests within 3 %: delayed;
+   codecs (equal stripes, no time to pack). Not compared with trainings: axes sequence and expert. Layers with several
    parameters differ where a bucket ends between two of them. On more ranks losses are taken to be added up in
    log2(ranks) rounds (within 1 %), and equal replicas to have the blocks of the first one. Refused with
-   HPML_ERR_UNSUPPORTED: strategies whose messages depend on who is first (backup, ssp, async, federated, hogwild),
-   gossip, exact, routes factors and hybrid, schedules stash and vertical. */
+   HPML_ERR_UNSUPPORTED: strategies whose messages depend on who is first (backup, ssp, async, federated, hogwild);
+   exact sums and factors with servers, a codec or other axes than data; shard with schedules stash and vertical. */
 
 /* How the nodes of a machine are joined. The farther apart nodes are (hpml_fabric.hops), the more routers add to the
    latency of messages, and the more messages share a link, which lowers the bandwidth of each node. */
@@ -1503,7 +1513,7 @@ typedef struct hpml_fabric {
 HPML_API bool hpml_fabric_measure(hpml_fabric_kind kind, int32_t nodes, hpml_fabric *out);
 
 /* A machine. A rank is one accelerator, or one processor where there are none. */
-typedef struct hpml_machine {
+struct hpml_machine {
     uint32_t         _begin;
     const char      *name;
     hpml_network     network;      /* ranks of a node; links within and between nodes */
@@ -1518,7 +1528,7 @@ typedef struct hpml_machine {
     hpml_fabric_kind fabric;       /* how nodes are joined */
     double           router;       /* seconds that each router on the way adds to the latency */
     uint32_t         _end;
-} hpml_machine;
+};
 /* Machines by name, with their makers' numbers for one accelerator; hpml_machine_at(0), (1), ... list them, NULL ends
    the list. find: NULL: there is none. */
 HPML_API const hpml_machine *hpml_machine_at(int i);
@@ -1547,6 +1557,8 @@ typedef struct hpml_layer_facts {
                                       pass */
     bool    split;                 /* true: axis tensor divides computing, parameters and kept bytes of the layer */
     bool    experts;               /* true: axis expert divides the layer's parameters */
+    bool    dense;                 /* true: the parameters are the weight of a hpml_linear, whose gradient may travel as
+                                      factors (hpml_route); edge / rows is its number of rows for a sample */
 } hpml_layer_facts;
 
 typedef struct hpml_model_facts {
@@ -1607,8 +1619,9 @@ HPML_API int hpml_roofline_text(const hpml_model_facts *facts, const hpml_machin
 /* Searches for the most samples a second. Tried are plans that differ from .base in the fields pipe, tensor, schedule,
    micro, shard, algorithm and codec, where .base has 0; data is what the other axes leave. If at most .exhaustive plans
    are legal, all are forecast; else a Metropolis walk takes the next legal value of one field at a time, and begins
-   again at the best plan when it has not found a better one for a while. These forecasts are of two steps, and play
-   equal replicas once on any number of ranks. */
+   again at the best plan when it has not found a better one for a while. These forecasts are of one step (plans with
+   servers: of eight), play equal replicas once on any number of ranks, and begin where a plan differs from one of the
+   last plans: the same bits as a whole forecast. In the end, the plans found are forecast for three steps. */
 typedef struct hpml_search_desc {
     uint32_t  _begin;
     hpml_plan base;       /* set fields stay */
@@ -1616,17 +1629,21 @@ typedef struct hpml_search_desc {
     int32_t   forecasts;  /* most forecasts of a walk; 0: 400 */
     bool      lossy;      /* true: plans with codecs are tried, too, which round gradients */
     uint64_t  seed;       /* of the walk */
+    bool      full;       /* true: every forecast begins at its beginning, for comparison: slower, the same results */
     uint32_t  _end;
 } hpml_search_desc;
+typedef struct hpml_search_counts {
+    int32_t forecasts;
+    int64_t messages, reused; /* simulated messages of all forecasts; of these, not simulated anew for a later plan */
+} hpml_search_counts;
 typedef struct hpml_found {
     hpml_plan       plan;
     hpml_prediction prediction;
 } hpml_found;
 /* Writes the best plans that were forecast, the best first, to `found`; returns how many: at most `capacity`. -1: an
-   error, with the reason in `error`: no plan is possible, or fits the memory. *forecasts (may be NULL): how many plans
-   were forecast. */
+   error, with the reason in `error`: no plan is possible, or fits the memory. counts: may be NULL. */
 HPML_API int hpml_search(const hpml_search_desc *desc, const hpml_model_facts *facts, const hpml_machine *machine,
-                         hpml_found *found, int capacity, int *forecasts, char *error, size_t size);
+                         hpml_found *found, int capacity, hpml_search_counts *counts, char *error, size_t size);
 /* Writes as text the first two of `count` plans that hpml_search found, and the term of the step's time by which they
    differ most. As snprintf. */
 HPML_API int hpml_search_text(const hpml_found *found, int count, char *buffer, size_t size);
@@ -1669,8 +1686,8 @@ HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, cha
 HPMLC_REF(hpml_forecast, (const hpml_plan &plan, const hpml_model_facts &facts, const hpml_machine &machine,
           hpml_prediction *out, char *error, size_t size), (&plan, &facts, &machine, out, error, size))
 HPMLC_REF(hpml_search, (const hpml_search_desc &d, const hpml_model_facts &facts, const hpml_machine &machine,
-          hpml_found *found, int capacity, int *forecasts, char *error, size_t size),
-          (&d, &facts, &machine, found, capacity, forecasts, error, size))
+          hpml_found *found, int capacity, hpml_search_counts *counts, char *error, size_t size),
+          (&d, &facts, &machine, found, capacity, counts, error, size))
 HPMLC_REF(hpml_pipe_simulate, (const hpml_pipe_desc &d, hpml_pipe_simulation *out, hpml_pipe_span *spans, int capacity,
           char *error, size_t size), (&d, out, spans, capacity, error, size))
 HPMLC_REF(hpml_pipe_cut, (const hpml_pipe_cut_desc &d, hpml_pipe_stage *stages, double *pace, char *error, size_t size),
@@ -8614,6 +8631,7 @@ struct hpml_distributed {
     int32_t               piped;      /* number of the micro-batch that this stage computes; 0 without a pipeline */
     bool                  final;      /* true: the last backward pass of an update runs, which calls hook `grad` */
     void                 *memory;     /* the newest block of hpmlc_dist_alloc; NULL: none */
+    hpml_prediction       predicted;  /* the last of hpml_distribute_predict; .step_s 0: none */
 };
 
 struct hpmlc_strategy {
@@ -13476,10 +13494,49 @@ HPMLC_FN const char *hpmlc_efficiency_warning(double efficiency, char text[128])
     return text;
 }
 
+HPMLC_FN double hpmlc_dist_memory(const hpml_distributed *d) /* bytes of the trainer on this rank */
+{
+    hpml_memory m;
+    hpml_graph_memory(hpml_trainer_graph(d->t), &m);
+    return (double)m.total;
+}
+
+HPML_API hpml_status hpml_distribute_predict(hpml_distributed *d, const hpml_machine *machine, hpml_prediction *out,
+                                             char *error, size_t size)
+{
+    const hpmlc_text to = { error, size };
+    hpml_machine     here;
+    hpml_model_facts f;
+    hpml_memory      planned;
+    if (!d) return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "predict: no distribution");
+    if (hpmlc_plan_splits(&d->plan))
+        return hpmlc_refuse(&to, HPML_ERR_UNSUPPORTED, "predict: a rank has a part of the model; forecast facts of the "
+                            "whole model by hpml_forecast, and pass that to hpml_distribute_json");
+    if (!machine) {
+        hpml_status status = hpml_machine_measure(d->ctx, &here);
+        if (status != HPML_OK) return hpmlc_refuse(&to, status, "predict: %s", hpml_ctx_error(d->ctx));
+        here.direct = true;
+        here.network.ranks_per_node = d->all->per_node;
+        here.network.inside         = d->all->inside;
+        here.network.between        = d->all->between;
+        machine = &here;
+    }
+    const int         ops = hpml_graph_op_count(hpml_trainer_graph(d->t));
+    hpml_layer_facts *layer = (hpml_layer_facts *)hpml_ctx_alloc(d->ctx, (size_t)ops * sizeof *layer, NULL);
+    if (!layer) return hpmlc_refuse(&to, HPML_ERR_MEMORY, "predict: no memory for %d layers", ops);
+    hpml_model_facts_of(d->t, d->all, layer, ops, &f);
+    hpml_graph_memory(hpml_trainer_graph(d->t), &planned);
+    f.planned = &planned;
+    const hpml_status status = hpml_forecast(&d->plan, &f, machine, &d->predicted, error, size);
+    hpml_ctx_release(d->ctx, layer);
+    if (out) *out = d->predicted;
+    return status;
+}
+
 HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size)
 {
     hpml_distribute_report r;
-    char                   low[128], axes[160];
+    char                   low[128], axes[160], forecast[160] = "";
     if (!d) return 0;
     hpml_distribute_get(d, &r, false);
     double             sums = r.bytes - r.split_bytes; /* bytes of gradients */
@@ -13490,12 +13547,16 @@ HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size
     for (int k = 0; m && k < HPML_AXES && hpmlc_plan_splits(&d->plan); k++)
         if (m->size[k] > 1) hpmlc_append(&to, &length, ", %s %d", hpml_axis_name((hpml_axis)k), m->size[k]);
     if (d->pipeline) hpmlc_pipeline_text(d->pipeline, &to, &length);
+    if (d->predicted.step_s > 0)
+        snprintf(forecast, sizeof forecast, "; forecast: step %.2f ms, %lld bytes, memory %.1f MB (measured %.1f)",
+                 1e3 * d->predicted.step_s, (long long)d->predicted.rank_bytes, 1e-6 * (double)d->predicted.memory,
+                 1e-6 * hpmlc_dist_memory(d));
     return snprintf(buffer, size, "%d ranks (%s%s), %d buckets: step %.2f ms = compute %.2f + exposed %.2f; "
                     "exchange %.2f ms, %.0f %% hidden; %.0f bytes a step and rank, %.1fx less than a ring of f32; "
-                    "efficiency %.0f %%%s",
+                    "efficiency %.0f %%%s%s",
                     d->all->size, d->all->t->name, axes, r.buckets, 1e3 * r.step_s, 1e3 * r.compute_s,
                     1e3 * r.exposed_s, 1e3 * r.comm_s, 100 * r.hidden, r.bytes, sums > 0 ? r.plain_bytes / sums : 1,
-                    100 * r.efficiency, hpmlc_efficiency_warning(r.efficiency, low));
+                    100 * r.efficiency, hpmlc_efficiency_warning(r.efficiency, low), forecast);
 }
 
 /* Appends the member `name` with value x to a JSON text; a NaN or infinity is written as null. */
@@ -13510,7 +13571,7 @@ HPMLC_FN void hpmlc_json_number(const hpmlc_text *to, size_t *length, const char
 
 HPML_API int hpml_distribute_json(hpml_distributed *d, const hpml_prediction *predicted, char *buffer, size_t size)
 {
-    static const char *const names[] = { "step_s", "compute_s", "exposed_s", "bytes" };
+    static const char *const names[] = { "step_s", "compute_s", "exposed_s", "bytes", "memory" };
     hpml_distribute_report r;
     const hpmlc_text       to = { buffer, size };
     char                   plan[1600];
@@ -13521,9 +13582,10 @@ HPML_API int hpml_distribute_json(hpml_distributed *d, const hpml_prediction *pr
     hpmlc_append(&to, &length, "{\"hpml\": %d, \"seed\": %llu, \"ranks\": %d, \"transport\": \"%s\", "
                  "\"plan\": \"%s\", ", hpml_version(), (unsigned long long)hpml_ctx_seed(d->ctx), d->all->size,
                  d->all->t->name, plan);
-    const double measured[] = { r.step_s, r.compute_s, r.exposed_s, r.bytes };
+    const double measured[] = { r.step_s, r.compute_s, r.exposed_s, r.bytes, hpmlc_dist_memory(d) };
+    if (!predicted && d->predicted.step_s > 0) predicted = &d->predicted;
     hpmlc_append(&to, &length, "\"measured\": {\"steps\": %lld", (long long)r.steps);
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 5; i++) {
         hpmlc_append(&to, &length, ", ");
         hpmlc_json_number(&to, &length, names[i], measured[i]);
     }
@@ -13535,8 +13597,8 @@ HPML_API int hpml_distribute_json(hpml_distributed *d, const hpml_prediction *pr
     if (predicted) {
         const double p[] = { predicted->step_s, predicted->term_s[HPML_TERM_COMPUTE],
                              predicted->exposed_s + predicted->term_s[HPML_TERM_BUBBLE],
-                             (double)predicted->rank_bytes };
-        for (int i = 0; i < 4; i++) {
+                             (double)predicted->rank_bytes, (double)predicted->memory };
+        for (int i = 0; i < 5; i++) {
             hpmlc_append(&to, &length, i == 0 ? ", \"predicted\": {" : ", ");
             hpmlc_json_number(&to, &length, names[i], p[i]);
         }
@@ -16718,25 +16780,22 @@ struct hpmlc_sim {
     /* For programs (>>play): each rank has `streams` actors, which share its network card, and p counts actors; "rank"
        in the comments on the fields above then means an actor: */
     int               streams;            /* actors of a rank: 2, or 1 where ranks have no programs */
-    double           *waited;             /* (p) seconds each actor waited in its current act; NULL: no programs */
+    double           *waited;             /* (p) seconds that each actor waited in its current act */
+    void             *state;              /* (state_bytes) the block of memory that all arrays but .letter lie in */
+    size_t            state_bytes;
     bool            (*program)(hpmlc_sim *s, int r); /* sets actor r's move; false: none. NULL: no programs */
+    void            (*mark)(hpmlc_sim *s);  /* called before each message is sent; NULL: none */
 };
 
 HPMLC_FN void hpmlc_sim_close(hpmlc_sim *s)
 {
-    free(s->node);
-    free(s->clock);
-    free(s->bytes);
-    free(s->phase);
-    free(s->rank);
-    free(s->run);
+    free(s->state);
     free(s->letter);
-    free(s->waited);
 }
 
-/* Takes memory for a simulation of p actors, `streams` for each rank (1: actors are ranks), on the network `net`.
-   False: out of memory. */
-HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net, int streams)
+/* Takes memory for a simulation of p actors, `streams` for each rank (1: actors are ranks), on the network `net`. The
+   block of memory ends with `more` bytes for the caller. False: out of memory. */
+HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net, int streams, size_t more)
 {
     hpml_comm *c = &s->layout;
     size_t     n = (size_t)p;
@@ -16750,20 +16809,24 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net, int s
     s->rate[0]     = net->inside.bandwidth > 0 ? 1 / net->inside.bandwidth : 0;
     s->rate[1]     = net->between.bandwidth > 0 ? 1 / net->between.bandwidth : 0;
     s->free_letter = -1;
-    s->node        = (int32_t *)calloc(2 * n, sizeof(int32_t)); /* array `node`, then `phases` */
-    s->clock       = (double *)calloc(5 * n + 2 * cards, sizeof(double)); /* `clock`, `out`, `in`, `work` */
-    s->bytes       = (int64_t *)calloc(2 * n, sizeof(int64_t));
-    s->phase       = (hpmlc_phase *)calloc(HPMLC_PHASES * n, sizeof(hpmlc_phase));
-    s->rank        = (hpmlc_sim_rank *)calloc(n, sizeof(hpmlc_sim_rank));
-    s->run         = (hpmlc_sim_event *)calloc(2 * n, sizeof(hpmlc_sim_event)); /* `run`, then `heap` */
-    s->failed      = !s->node || !s->clock || !s->bytes || !s->phase || !s->rank || !s->run;
+    s->state_bytes = (6 * n + 2 * cards) * sizeof(double) + 2 * n * (sizeof(int64_t) + sizeof(hpmlc_sim_event)) +
+                     n * (HPMLC_PHASES * sizeof(hpmlc_phase) + sizeof(hpmlc_sim_rank) + 2 * sizeof(int32_t)) + more;
+    s->state       = calloc(1, s->state_bytes);
+    s->failed      = !s->state;
     if (s->failed) return false;
+    s->clock    = (double *)s->state;
     s->out      = s->clock + n;
     s->in       = s->out + cards;
     s->work     = s->in + cards;
+    s->waited   = s->work + 4 * n;
+    s->bytes    = (int64_t *)(void *)(s->waited + n);
     s->messages = s->bytes + n;
-    s->phases   = s->node + n;
+    s->run      = (hpmlc_sim_event *)(void *)(s->messages + n);
     s->heap     = s->run + n;
+    s->phase    = (hpmlc_phase *)(void *)(s->heap + n);
+    s->node     = (int32_t *)(void *)(s->phase + HPMLC_PHASES * n);
+    s->phases   = s->node + n;
+    s->rank     = (hpmlc_sim_rank *)(void *)(s->phases + n);
     for (int r = 0; r < p; r++) s->node[r] = hpmlc_network_node(net, s->nodes, r / streams);
     c->size = p;
     c->node = s->node;
@@ -16907,7 +16970,7 @@ HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r)
 HPMLC_FN void hpmlc_sim_arrive(hpmlc_sim *s, int r, double arrival)
 {
     if (s->clock[r] >= arrival) return;
-    if (s->waited) s->waited[r] += arrival - s->clock[r];
+    s->waited[r] += arrival - s->clock[r];
     s->clock[r] = arrival;
 }
 
@@ -16976,9 +17039,7 @@ HPMLC_FN void hpmlc_sim_advance(hpmlc_sim *s, int r, bool sent)
     }
 }
 
-/* Simulates the collective of s message by message: repeatedly takes, from a queue of the ranks that can send, the rank
-   with the earliest clock, and sends its next message. */
-HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
+HPMLC_FN void hpmlc_sim_begin(hpmlc_sim *s) /* fills the queue with the ranks that can send */
 {
     s->runs = 0;
     for (int r = 0; r < s->p; r++) {
@@ -16987,7 +17048,14 @@ HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
         q->want = q->first = q->last = -1;
     }
     for (int r = 0; r < s->p; r++) hpmlc_sim_advance(s, r, false);
+}
+
+/* Simulates the collective of s message by message: repeatedly takes, from the queue, the rank with the earliest clock,
+   and sends its next message. */
+HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
+{
     while (s->runs > 0 && !s->failed) {
+        if (s->mark) s->mark(s);
         int             r = hpmlc_sim_pop(s), to = s->rank[r].to;
         double          arrival = hpmlc_sim_send(s, r, to, s->rank[r].bytes);
         hpmlc_sim_rank *q = &s->rank[to];
@@ -17148,7 +17216,10 @@ HPMLC_FN bool hpmlc_sim_run(hpmlc_sim *s)
     if (to_all && !s->plain && hpmlc_sim_alike(s)) hpmlc_sim_all_to_all(s);
     else if (!to_all && !s->plain && !s->mixed && hpmlc_sim_is_ring(s))
         hpmlc_sim_ring(s, s->phases[0] == 2 ? 2 * (s->p - 1) : s->p - 1);
-    else hpmlc_sim_queue(s);
+    else {
+        hpmlc_sim_begin(s);
+        hpmlc_sim_queue(s);
+    }
     return !s->failed;
 }
 
@@ -17348,7 +17419,7 @@ HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulati
     *out = result;
     hpml_status status = hpmlc_sim_check(desc, &to);
     if (status != HPML_OK) return status;
-    bool good = hpmlc_sim_open(&s, desc->ranks, &desc->network, 1);
+    bool good = hpmlc_sim_open(&s, desc->ranks, &desc->network, 1, 0);
     if (good && desc->servers > 0) hpmlc_sim_servers(&s, desc, &result);
     else good = good && hpmlc_sim_step(&s, desc, &result);
     if (!good) status = hpmlc_refuse(&to, HPML_ERR_MEMORY, "simulate: no memory for %d ranks", desc->ranks);
@@ -17377,7 +17448,7 @@ HPML_API double hpml_simulate_allreduce(hpml_algorithm a, int32_t ranks, const h
     double    seconds = -1;
     if (!network || bytes < 0 || hpmlc_sim_check_network(a, ranks, network, NULL) != HPML_OK) return -1;
     size_t size = bytes % 4 == 0 ? 4 : 1;
-    bool good = hpmlc_sim_open(&s, ranks, network, 1);
+    bool good = hpmlc_sim_open(&s, ranks, network, 1, 0);
     good = good && hpmlc_sim_play(&s, HPMLC_SIM_ALLREDUCE, a, bytes / (int64_t)size, size);
     if (good) seconds = hpmlc_sim_latest(&s);
     hpmlc_sim_close(&s);
@@ -17416,7 +17487,7 @@ HPMLC_FN bool hpmlc_pipe_sim_open(hpmlc_pipe_sim *s, const hpml_pipe_desc *d)
     s->next  = (hpml_pipe_task *)calloc(p, sizeof *s->next);
     s->ended = (bool *)calloc(p, sizeof *s->ended);
     s->arrival[0] = (double *)malloc(2 * inputs * sizeof(double));
-    if (!hpmlc_sim_open(&s->net, s->p, &d->network, 1) || !s->walk || !s->next || !s->ended || !s->arrival[0])
+    if (!hpmlc_sim_open(&s->net, s->p, &d->network, 1, 0) || !s->walk || !s->next || !s->ended || !s->arrival[0])
         return false;
     s->arrival[1] = s->arrival[0] + inputs;
     for (size_t i = 0; i < 2 * inputs; i++) s->arrival[0][i] = -1;
@@ -17663,6 +17734,7 @@ typedef enum hpmlc_collective { /* words after a point are fields of hpmlc_act *
     HPMLC_ALLREDUCE, HPMLC_REDUCE_SCATTER, HPMLC_ALLGATHER, HPMLC_BROADCAST, /* .n elements of .size bytes */
     HPMLC_STRIPES,     /* all to all: each rank sends another block, .n bytes with its header, to each other rank */
     HPMLC_SUMS,        /* each rank sends the same block, .n bytes with its header, to all other ranks */
+    HPMLC_MIX,         /* hpml_mix: each rank sends .n bytes to its neighbours in the hpml_topology .peer */
     HPMLC_PASSES,      /* in each of p - 1 rounds each of p ranks sends .n bytes to the next one */
     HPMLC_SHIFTS       /* a sum of few numbers: in round r each rank sends .n bytes to the rank 2^r on */
 } hpmlc_collective;
@@ -17682,6 +17754,7 @@ typedef struct hpmlc_act {
     size_t           size;
     int64_t          n;
     double           seconds;
+    int32_t          first;   /* the first step in which the act takes place */
     hpml_term        term;    /* the part of a step's time to which computing and waiting in this act are added */
 } hpmlc_act;
 
@@ -17691,7 +17764,11 @@ typedef struct hpmlc_acts {
     bool       failed;                /* out of memory */
 } hpmlc_acts;
 
-typedef struct hpmlc_role { hpmlc_acts own, background; } hpmlc_role;
+typedef struct hpmlc_role {
+    hpmlc_acts own, background;
+    int        same;  /* so many acts at the beginning of .own are those of an earlier play; all: both lists are */
+    bool       all;
+} hpmlc_role;
 
 typedef struct hpmlc_layouts hpmlc_layouts; /* list: of a group, each rank's node, on which AUTO's choice depends */
 struct hpmlc_layouts {
@@ -17706,11 +17783,15 @@ typedef struct hpmlc_actor {
     bool              begun;        /* true: the collective of the current act has begun */
     bool              idle;         /* true: waits, own thread for a job's end, background for a job */
     int64_t           jobs;         /* own thread: jobs that it has posted; background: jobs that have ended */
+    int32_t           partner;      /* MIX by random pairs: the rank's partner in this step */
+    int32_t           place[HPMLC_GROUPS]; /* the rank's position in its group of each kind */
     hpmlc_layouts    *layout[HPMLC_GROUPS];
-    double            term[HPML_TERM_COUNT], link[2]; /* seconds after the first step: of each term; of waiting for
-                                       messages, not in bubbles, [0] within a node, [1] between nodes */
+    double            term[HPML_TERM_COUNT], link[2]; /* from step hpmlc_play.from on, seconds of each term; of waiting
+                                       for messages, not in bubbles, [0] within a node, [1] between nodes */
 } hpmlc_actor;
 
+typedef struct hpmlc_moments hpmlc_moments; /* >>delta */
+typedef struct hpmlc_memo hpmlc_memo;
 typedef struct hpmlc_play {
     hpmlc_sim      net;             /* messages of actors: 2 r is the background of rank r, 2 r + 1 its own thread */
     int            ranks, workers;  /* ranks [workers, ranks) are servers */
@@ -17719,10 +17800,13 @@ typedef struct hpmlc_play {
                                        by AUTO, which for small sums prefers that one rank serves all others */
     int            size[HPML_AXES], stride[HPML_AXES]; /* of each axis: ranks; step of rank numbers */
     unsigned       mask[HPMLC_GROUPS]; /* bit k: the group's ranks differ in their position on axis k */
+    int            only[HPMLC_GROUPS]; /* of each group, the one axis with several ranks; -1: there are more, or none */
     const hpml_network *network;
+    int32_t       *node;            /* (ranks) number of each rank's node */
     int            nodes;
-    int            steps;
+    int            steps, from;     /* number of steps; the first step of which the times count */
     double         origin;          /* virtual time of all clocks before the first step */
+    uint64_t       seed;            /* of gossip's random pairs */
     double        *ends;            /* (steps) latest clock at the end of each step */
     hpmlc_role    *role;            /* (roles) one for each stage of the pipeline, then one for each server */
     int            roles;
@@ -17731,6 +17815,9 @@ typedef struct hpmlc_play {
                                        posted last, and ended last */
     int            jobs;            /* most jobs that a role has in a step */
     hpmlc_layouts *layouts;
+    hpmlc_moments *moments;         /* states of the play, for later plays to begin with; NULL: none are kept */
+    int64_t        sent, due;       /* messages sent until now; the state is kept again when .sent is so large */
+    bool           posted_any;      /* true: a background has had a job */
 } hpmlc_play;
 
 HPMLC_FN hpmlc_play *hpmlc_play_of(hpmlc_sim *s) { return (hpmlc_play *)(void *)s; } /* .net is the first member */
@@ -17793,17 +17880,15 @@ HPMLC_FN int hpmlc_group_rank(const hpmlc_play *y, int group, int rank, int plac
     return rank;
 }
 
-HPMLC_FN int hpmlc_play_node(const hpmlc_play *y, int rank) { return hpmlc_network_node(y->network, y->nodes, rank); }
-
 /* Returns the layout of the group of kind `group` to which rank `rank` belongs: the existing one of another group of
    that kind whose ranks are spread over nodes alike, or a new one. NULL: out of memory. */
 HPMLC_FN hpmlc_layouts *hpmlc_group_layout(hpmlc_play *y, int group, int rank)
 {
-    const int p = hpmlc_group_size(y, group), first = hpmlc_play_node(y, hpmlc_group_rank(y, group, rank, 0));
+    const int p = hpmlc_group_size(y, group), first = y->node[hpmlc_group_rank(y, group, rank, 0)];
     for (hpmlc_layouts *l = y->layouts; l; l = l->next) {
         int i = 0;
         if (l->group != group || (l->c.node[0] == 0) != (first == 0)) continue;
-        while (i < p && hpmlc_play_node(y, hpmlc_group_rank(y, group, rank, i)) - first == l->c.node[i] - l->c.node[0])
+        while (i < p && y->node[hpmlc_group_rank(y, group, rank, i)] - first == l->c.node[i] - l->c.node[0])
             i++;
         if (i == p) return l;
     }
@@ -17814,11 +17899,20 @@ HPMLC_FN hpmlc_layouts *hpmlc_group_layout(hpmlc_play *y, int group, int rank)
     l->c.size = p;
     l->c.node = (int32_t *)(void *)(l + 1);
     l->c.is_virtual = true;
-    for (int i = 0; i < p; i++) l->c.node[i] = hpmlc_play_node(y, hpmlc_group_rank(y, group, rank, i));
+    for (int i = 0; i < p; i++) l->c.node[i] = y->node[hpmlc_group_rank(y, group, rank, i)];
     hpmlc_comm_links(&l->c, y->network, y->nodes);
     hpmlc_comm_layout(&l->c);
     y->layouts = l;
     return l;
+}
+
+/* Returns which rank is at position `place` of a group of actor a's rank: hpmlc_group_rank without divisions, where the
+   ranks of the group differ on one axis. */
+HPMLC_FN int hpmlc_actor_peer(const hpmlc_play *y, int a, int group, int place)
+{
+    const int only = y->only[group];
+    if (only < 0) return hpmlc_group_rank(y, group, a / 2, place);
+    return a / 2 + (place - y->actor[a].place[group]) * y->stride[only];
 }
 
 /* Sets the current move of actor a: it sends `bytes` bytes to the rank at position `to` of the group (-1: sends none),
@@ -17827,20 +17921,20 @@ HPMLC_FN hpmlc_layouts *hpmlc_group_layout(hpmlc_play *y, int group, int rank)
 HPMLC_FN void hpmlc_play_set(hpmlc_play *y, int a, int group, int to, int from, int64_t bytes, int tag)
 {
     hpmlc_sim_rank *q = &y->net.rank[a];
-    const int       rank = a / 2, mine = hpmlc_play_node(y, rank);
+    const int       mine = y->node[a / 2];
     q->to    = -1;
     q->from  = -1;
     q->bytes = bytes;
     q->tag   = tag;
     if (to >= 0) {
-        to     = hpmlc_group_rank(y, group, rank, to);
-        q->far = hpmlc_play_node(y, to) != mine;
-        q->to  = to % y->unit * 2 + a % 2;
+        to     = hpmlc_actor_peer(y, a, group, to);
+        q->far = y->node[to] != mine;
+        q->to  = (to < y->unit ? to : to % y->unit) * 2 + a % 2;
     }
     if (from < 0) return;
-    from        = hpmlc_group_rank(y, group, rank, from);
-    q->far_from = hpmlc_play_node(y, from) != mine;
-    q->from     = from % y->unit * 2 + a % 2;
+    from        = hpmlc_actor_peer(y, a, group, from);
+    q->far_from = y->node[from] != mine;
+    q->from     = (from < y->unit ? from : from % y->unit) * 2 + a % 2;
 }
 
 /* Begins the collective of act `act`: gives actor a the phases of the collective's algorithm. Collectives from
@@ -17848,7 +17942,7 @@ HPMLC_FN void hpmlc_play_set(hpmlc_play *y, int a, int group, int to, int from, 
 HPMLC_FN void hpmlc_collect_begin(hpmlc_play *y, int a, const hpmlc_act *act)
 {
     hpml_comm      *c  = &y->actor[a].layout[act->group]->c;
-    const int       me = hpmlc_group_place(y, act->group, a / 2);
+    const int       me = y->actor[a].place[act->group];
     hpml_algorithm  algorithm = act->algorithm;
     hpmlc_phases    all;
     all.count = 0;
@@ -17863,6 +17957,8 @@ HPMLC_FN void hpmlc_collect_begin(hpmlc_play *y, int a, const hpmlc_act *act)
         hpmlc_phases_single(&all, &hpmlc_ring_gather, c->size, me, 0, act->n);
     if (act->collective == HPMLC_BROADCAST)
         hpmlc_phases_single(&all, &hpmlc_tree_down, c->size, me, act->peer, act->n);
+    if (act->collective == HPMLC_MIX && act->peer == HPML_TOPOLOGY_PAIRS)
+        y->actor[a].partner = hpmlc_partner(c->size, y->seed, y->actor[a].step + 1, me);
     hpmlc_sim_set_phases(&y->net, a, &all);
 }
 
@@ -17870,7 +17966,7 @@ HPMLC_FN void hpmlc_collect_begin(hpmlc_play *y, int a, const hpmlc_act *act)
 HPMLC_FN bool hpmlc_collect_move(hpmlc_play *y, int a, const hpmlc_act *act)
 {
     hpmlc_sim_rank *q = &y->net.rank[a];
-    const int       p = hpmlc_group_size(y, act->group), me = hpmlc_group_place(y, act->group, a / 2);
+    const int       p = y->actor[a].layout[act->group]->c.size, me = y->actor[a].place[act->group];
     if (act->collective < HPMLC_STRIPES) {
         y->net.size = act->size;
         if (!hpmlc_sim_phase_move(&y->net, a)) return false;
@@ -17881,16 +17977,22 @@ HPMLC_FN bool hpmlc_collect_move(hpmlc_play *y, int a, const hpmlc_act *act)
     if (act->collective == HPMLC_SHIFTS) shift = q->round < 30 ? 1 << q->round : p;
     if (shift >= p) return false;
     if (act->collective == HPMLC_PASSES) shift = 1;
-    hpmlc_play_set(y, a, act->group, (me + shift) % p, (me + p - shift) % p, act->n, 0);
+    int to = (me + shift) % p, from = (me + p - shift) % p;
+    if (act->collective == HPMLC_MIX) {
+        const hpml_topology t = (hpml_topology)act->peer;
+        if (!hpmlc_neighbours(t, p, y->actor[a].partner, me, to)) to = -1;
+        if (!hpmlc_neighbours(t, p, y->actor[a].partner, me, from)) from = -1;
+    }
+    hpmlc_play_set(y, a, act->group, to, from, act->n, 0);
     return true;
 }
 
 /* Adds `seconds`, for which own thread a has waited in the act, to the act's term and, unless this is the idle time of
-   the pipeline, to a's waits for links between nodes (far: true) or within one. The first step does not count. */
+   the pipeline, to a's waits for links between nodes (far: true) or within one. Steps before y->from do not count. */
 HPMLC_FN void hpmlc_actor_waited(hpmlc_play *y, int a, const hpmlc_act *act, double seconds, bool far)
 {
     hpmlc_actor *actor = &y->actor[a];
-    if (actor->step == 0 || seconds <= 0) return;
+    if (actor->step < y->from || seconds <= 0) return;
     actor->term[act->term] += seconds;
     actor->link[far] += act->term == HPML_TERM_BUBBLE ? 0 : seconds;
 }
@@ -17944,6 +18046,7 @@ HPMLC_FN void hpmlc_act_post(hpmlc_play *y, int a)
     hpmlc_actor *actor = &y->actor[a], *other = &y->actor[a - 1];
     y->posted[(int64_t)(a / 2) * y->jobs + actor->jobs % other->acts->jobs] = y->net.clock[a];
     actor->jobs++;
+    y->posted_any = true;
     hpmlc_actor_next(y, a);
     if (other->idle) hpmlc_sim_advance(&y->net, a - 1, false);
 }
@@ -17973,10 +18076,14 @@ HPMLC_FN bool hpmlc_play_move(hpmlc_sim *s, int a)
         const double slow = y->network->slow ? y->network->slow[a / 2] : 1;
         if (a % 2 == 1) hpmlc_actor_waited(y, a, act, s->waited[a], q->far_from);
         s->waited[a] = 0;
+        if (actor->step < act->first) {
+            hpmlc_actor_next(y, a);
+            continue;
+        }
         switch (act->kind) {
         case HPMLC_ACT_COMPUTE:
             s->clock[a] += act->seconds * slow;
-            if (actor->step > 0) actor->term[act->term] += act->seconds * slow;
+            if (actor->step >= y->from) actor->term[act->term] += act->seconds * slow;
             hpmlc_actor_next(y, a);
             break;
         case HPMLC_ACT_SEND:
@@ -18017,7 +18124,8 @@ typedef struct hpmlc_maker {
     int                     stage, pieces;
     int32_t                *cut;      /* (pieces + 1) first layer of each piece */
     int64_t                 samples, rows; /* of a rank's batch; of a micro-batch of the pipeline */
-    int32_t                *bucket;   /* (layers) number of the bucket with the layer's gradient; -1: none */
+    int32_t                *bucket;   /* (layers) number of the bucket with the layer's gradient; -1: none; -2 - j: job
+                                         j gathers the gradient's factors */
     int32_t                *left;     /* (layers) for each bucket: how many of its gradients are not yet final */
     int32_t                *job;      /* (layers) for each bucket: the job that exchanges it */
     int64_t                *floats;   /* (layers) for each bucket: the floats of its gradients */
@@ -18116,7 +18224,7 @@ HPMLC_FN void hpmlc_await_add(const hpmlc_maker *k, int job)
 
 HPMLC_FN bool hpmlc_exchanges(const hpmlc_maker *k) /* true: in each step several ranks average gradients */
 {
-    return k->p->strategy == HPML_STRATEGY_SYNC && hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS) > 1;
+    return k->p->strategy == HPML_STRATEGY_SYNC && !k->p->exact && hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS) > 1;
 }
 
 /* If the codec packs whole tensors, adds to the background's list the exchange of layer i's gradient; if it packs rows,
@@ -18221,11 +18329,46 @@ HPMLC_FN bool hpmlc_steps_early(const hpmlc_maker *k)
            !f->steps_tensors;
 }
 
+/* Returns whether layer i's gradient travels as factors: see hpmlc_factors_add. */
+HPMLC_FN bool hpmlc_sends_factors(const hpmlc_maker *k, int i)
+{
+    const hpml_layer_facts *l = &k->f->layer[i];
+    const double m = (double)hpmlc_max(l->rows, 1), n = (double)l->cols;
+    if (!l->dense || l->cols == 0 || k->p->route == HPML_ROUTE_ALLREDUCE || !hpmlc_exchanges(k)) return false;
+    const double all = hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS) * (double)k->f->facts.batch * ((double)l->edge / m);
+    return k->p->route == HPML_ROUTE_FACTORS || all * 0.5 * (m + n) <= m * n;
+}
+
+HPMLC_FN void hpmlc_factors_gather_add(hpmlc_maker *k, int i) /* the job that gathers the factors of layer i */
+{
+    const hpml_layer_facts *l = &k->f->layer[i];
+    const int64_t rows = k->f->facts.batch * (l->edge / l->rows) * hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS);
+    for (int f = 0; f < 2; f++)
+        hpmlc_collect_add(&k->role->background, HPMLC_GROUP_REPLICAS, HPMLC_ALLGATHER, rows * (f ? l->rows : l->cols),
+                          sizeof(float), HPML_TERM_DATA);
+    k->bucket[i] = -2 - hpmlc_job_add(k);
+}
+
+/* Adds, for each layer that sends factors, the wait for all ranks' factors, and the product that makes the gradient of
+   them: each rank computes that of all ranks' samples, half of a backward pass a rank. */
+HPMLC_FN void hpmlc_factors_multiply_add(hpmlc_maker *k)
+{
+    const double p = hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS);
+    for (int i = k->f->layers - 1; i >= 0; i--) {
+        if (k->bucket[i] > -2) continue;
+        hpmlc_await_add(k, -2 - k->bucket[i]);
+        const double whole = hpmlc_layer_whole(&k->f->layer[i], k->m, (double)k->f->facts.batch, true);
+        hpmlc_compute_add(k, 0.5 * p * whole, HPML_TERM_COMPUTE);
+    }
+}
+
 /* Adds the acts that follow when the backward pass has made the gradient of layer i final: exchanges of buckets that
    are complete now and, if hpmlc_steps_early, the optimizer's steps for the buckets before. */
 HPMLC_FN void hpmlc_gradient_add(hpmlc_maker *k, int i)
 {
-    if (!hpmlc_exchanges(k) || k->bucket[i] < 0) return;
+    if (!hpmlc_exchanges(k)) return;
+    if (hpmlc_sends_factors(k, i) && !k->p->no_overlap) hpmlc_factors_gather_add(k, i);
+    if (k->bucket[i] < 0) return;
     k->left[k->bucket[i]]--;
     if (k->p->no_overlap && k->p->shard < 2) return;
     if (hpmlc_steps_early(k) && k->stats < 0) hpmlc_stats_add(k);
@@ -18292,6 +18435,7 @@ HPMLC_FN void hpmlc_layer_add(hpmlc_maker *k, int i, int64_t samples, bool back,
     hpmlc_need_add(k, i, back ? -1 : 1);
     hpmlc_layer_exchange_add(k, l, samples, back);
     const double whole = hpmlc_layer_whole(l, k->m, (double)samples, back);
+    if (back && hpmlc_sends_factors(k, i)) share *= 0.5; /* the weight's gradient is computed later */
     hpmlc_compute_add(k, share * whole / hpmlc_layer_parts(k, l), HPML_TERM_COMPUTE);
     if (final) hpmlc_gradient_add(k, i);
     if (sum > 0) hpmlc_allreduce_add(k, &k->role->own, HPML_AXIS_TENSOR, sum, sizeof(float), HPML_TERM_TENSOR);
@@ -18375,7 +18519,7 @@ HPMLC_FN void hpmlc_buckets_cut(hpmlc_maker *k)
         int                     piece = 0;
         while (k->cut[piece + 1] <= i) piece++;
         k->bucket[i] = -1;
-        if (piece % hpmlc_max(k->p->pipe, 1) != k->stage || l->cols == 0) continue;
+        if (piece % hpmlc_max(k->p->pipe, 1) != k->stage || l->cols == 0 || hpmlc_sends_factors(k, i)) continue;
         if (k->buckets == 0 || filled >= limit) {
             k->left[k->buckets]   = 0;
             k->floats[k->buckets] = 0;
@@ -18397,8 +18541,11 @@ HPMLC_FN void hpmlc_sync_add(hpmlc_maker *k)
     hpmlc_buckets_cut(k);
     for (int b = 0; b < k->buckets && k->p->delayed && exchanges; b++) hpmlc_bucket_add(k, k->posted++);
     hpmlc_pass_add(k);
+    for (int i = k->f->layers - 1; i >= 0 && k->p->no_overlap; i--)
+        if (hpmlc_sends_factors(k, i)) hpmlc_factors_gather_add(k, i);
     if (exchanges) hpmlc_posts_add(k);
     if (exchanges && k->stats < 0) hpmlc_stats_add(k);
+    hpmlc_factors_multiply_add(k);
     if (exchanges) hpmlc_await_add(k, k->role->background.jobs - 1);
     if (k->p->shard > 0 && exchanges) last = hpmlc_shard_steps_add(k, k->buckets);
     else hpmlc_compute_add(k, hpmlc_update_seconds(k, hpmlc_stage_floats(k)), HPML_TERM_UPDATE);
@@ -18406,18 +18553,61 @@ HPMLC_FN void hpmlc_sync_add(hpmlc_maker *k)
     hpmlc_act_add(&k->role->own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
 }
 
-/* Makes the program of a rank with strategy local, block or elastic: plan.period steps, then the meeting. */
-HPMLC_FN void hpmlc_meeting_add(hpmlc_maker *k)
+/* Makes the program of a stage of schedules STASH and VERTICAL: a step is the forward pass of one micro-batch, then the
+   backward pass and update of the one that entered the pipeline pipe - 1 - stage steps before. */
+HPMLC_FN void hpmlc_flow_add(hpmlc_maker *k)
 {
-    const int64_t floats = (int64_t)hpmlc_stage_floats(k);
+    const int      p = k->p->pipe, r = k->stage, tag = 2 * p;
+    hpmlc_acts    *own = &k->role->own;
+    hpml_pipe_task task;
+    memset(&task, 0, sizeof task);
     hpmlc_buckets_cut(k);
-    for (int i = 0; i < k->p->period; i++) {
-        hpmlc_pass_add(k);
-        hpmlc_compute_add(k, hpmlc_update_seconds(k, (double)floats), HPML_TERM_UPDATE);
+    task.piece = r;
+    task.work  = HPML_PIPE_FORWARD;
+    hpmlc_task_add(k, &task, k->samples, false);
+    const int begin = own->count;
+    task.work = HPML_PIPE_BACKWARD;
+    hpmlc_task_add(k, &task, k->samples, false);
+    hpmlc_allreduce_add(k, own, HPMLC_GROUP_REPLICAS, 4, sizeof(double), HPML_TERM_DATA);
+    if (r + 1 < p) hpmlc_message_add(k, HPMLC_ACT_RECEIVE, HPML_AXIS_PIPE, r + 1, tag, sizeof(hpmlc_outcome));
+    if (r > 0) hpmlc_message_add(k, HPMLC_ACT_SEND, HPML_AXIS_PIPE, r - 1, tag, sizeof(hpmlc_outcome));
+    const double floats = hpmlc_stage_floats(k);
+    hpmlc_allreduce_add(k, own, HPMLC_GROUP_REPLICAS, (int64_t)floats, sizeof(float), HPML_TERM_DATA);
+    hpmlc_compute_add(k, hpmlc_update_seconds(k, floats), HPML_TERM_UPDATE);
+    for (int i = begin; i < own->count; i++) own->item[i].first = p - 1 - r;
+    hpmlc_act_add(own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
+}
+
+/* Makes the program of a rank whose own thread exchanges. Strategies local, block and elastic: plan.period steps, then
+   the meeting. Gossip: a step, with the neighbours' values before the update. Exact sums: the sum of losses, the
+   largest gradient of each layer, the sums as 64-bit integers, then the update. */
+HPMLC_FN void hpmlc_own_add(hpmlc_maker *k)
+{
+    const int     group = HPMLC_GROUP_REPLICAS, steps = hpmlc_plan_meets(k->p) ? k->p->period : 1;
+    const int64_t span = (int64_t)hpmlc_stage_floats(k);
+    hpmlc_acts   *own = &k->role->own;
+    hpmlc_act    *act = NULL;
+    int64_t       params = 0, floats = 0;
+    hpmlc_buckets_cut(k);
+    for (int i = 0; i < k->f->layers; i++) {
+        params += k->f->layer[i].cols > 0;
+        floats += hpmlc_layer_part(k, i);
     }
-    hpmlc_allreduce_add(k, &k->role->own, HPMLC_GROUP_REPLICAS, floats + HPMLC_MEET_STATS, sizeof(float),
-                        HPML_TERM_DATA);
-    hpmlc_act_add(&k->role->own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
+    for (int i = 0; i < steps; i++) {
+        hpmlc_pass_add(k);
+        if (k->p->exact) {
+            hpmlc_allreduce_add(k, own, group, HPMLC_STATS, sizeof(double), HPML_TERM_DATA);
+            hpmlc_allreduce_add(k, own, group, params, sizeof(float), HPML_TERM_DATA);
+            hpmlc_allreduce_add(k, own, group, floats, sizeof(int64_t), HPML_TERM_DATA);
+            if (own->count > 0) own->item[own->count - 1].algorithm = k->p->algorithm; /* of 64-bit integers */
+        } else if (!hpmlc_plan_meets(k->p) && hpmlc_group_size(k->y, group) > 1)
+            act = hpmlc_collect_add(own, group, HPMLC_MIX, 4 * span, 1, HPML_TERM_DATA);
+        if (act) act->peer = (int32_t)k->p->topology;
+        hpmlc_compute_add(k, hpmlc_update_seconds(k, (double)span), HPML_TERM_UPDATE);
+    }
+    if (hpmlc_plan_meets(k->p))
+        hpmlc_allreduce_add(k, own, group, span + HPMLC_MEET_STATS, sizeof(float), HPML_TERM_DATA);
+    hpmlc_act_add(own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
 }
 
 HPMLC_FN int64_t hpmlc_server_floats(const hpmlc_maker *k, int s) /* floats of the range that server s keeps */
@@ -18519,7 +18709,8 @@ HPMLC_FN bool hpmlc_programs_make(hpmlc_maker *k)
         k->stage = r;
         if (r >= y->size[HPML_AXIS_PIPE]) hpmlc_server_add(k, r - y->size[HPML_AXIS_PIPE]);
         else if (k->p->strategy == HPML_STRATEGY_PS) hpmlc_worker_add(k);
-        else if (hpmlc_plan_meets(k->p)) hpmlc_meeting_add(k);
+        else if (hpmlc_plan_flows(k->p)) hpmlc_flow_add(k);
+        else if (k->p->exact || k->p->strategy != HPML_STRATEGY_SYNC) hpmlc_own_add(k);
         else hpmlc_sync_add(k);
         good     = good && !k->role->own.failed && !k->role->background.failed;
         y->jobs  = (int)hpmlc_max(y->jobs, k->role->background.jobs);
@@ -18747,6 +18938,7 @@ HPML_API int hpml_model_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_layer
         l->edge  = (int64_t)((double)hpml_tensor_count(n->out) / batch);
         l->kept  = (int64_t)sizeof(float) * l->edge;
         l->bytes = 2.0 * (double)l->kept;
+        l->dense = n->op == HPML_OP_LINEAR;
         for (int k = 0; k < n->src_count; k++) {
             const hpml_tensor *p = n->src[k];
             if (!p || !p->param || !p->grad) continue;
@@ -18819,6 +19011,244 @@ HPML_API int hpml_roofline_text(const hpml_model_facts *facts, const hpml_machin
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>delta   plays that begin where they differ from an earlier one
+// ---------------------------------------------------------------------------------------------------------------------
+/* A search plays plans that differ in a field or two. Until some rank comes to an act in which its program differs from
+   that of an earlier play, both plays are in the same state, bit for bit. So a play keeps its state now and then, and a
+   later play begins with the last state that both have in common (delta simulation: Jia et al. 2019, "FlexFlow"). A
+   play with another codec, algorithm or shard begins where the first gradients are final; a play with the same programs
+   has nothing left to do. States are kept until the first job of a background is posted, because plans that agree until
+   then differ in that job, and at the end of a play. */
+enum { HPMLC_STATES = 8, HPMLC_PLAYS = 16, HPMLC_STATE_BYTES = 1 << 20 /* larger ones are not kept */ };
+
+HPMLC_FN hpmlc_role *hpmlc_play_role(const hpmlc_play *y, int rank) /* the role whose program the rank has */
+{
+    if (rank < y->workers) return &y->role[hpmlc_play_at(y, rank, HPML_AXIS_PIPE)];
+    return &y->role[y->size[HPML_AXIS_PIPE] + rank - y->workers];
+}
+
+HPMLC_FN void hpmlc_roles_free(hpmlc_role *role, int roles)
+{
+    for (int r = 0; role && r < roles; r++) {
+        free(role[r].own.item);
+        free(role[r].background.item);
+    }
+    free(role);
+}
+
+/* Replaces AUTO in the acts by the algorithm that it chooses, if that is the same in all groups. So programs are the
+   same where a plan names the algorithm that AUTO chooses in another. */
+HPMLC_FN void hpmlc_acts_choose(const hpmlc_play *y, hpmlc_acts *acts)
+{
+    for (int i = 0; i < acts->count; i++) {
+        hpmlc_act     *act = &acts->item[i];
+        hpml_algorithm choice = HPML_AUTO;
+        bool           alike = true;
+        const bool     sums = act->kind == HPMLC_ACT_COLLECT && act->collective == HPMLC_ALLREDUCE;
+        if (!sums || act->algorithm != HPML_AUTO) continue;
+        for (hpmlc_layouts *l = y->layouts; l; l = l->next) {
+            if (l->group != act->group) continue;
+            const hpml_algorithm a = hpml_comm_choose(&l->c, act->n * (int64_t)act->size);
+            alike  = alike && (choice == HPML_AUTO || choice == a);
+            choice = a;
+        }
+        if (alike) act->algorithm = choice;
+    }
+}
+
+typedef struct hpmlc_moment { /* a play before a message is sent; .net.state, then .letter follow the struct */
+    bool      last;    /* true: the play is over */
+    int64_t   sent;    /* messages sent until then */
+    hpmlc_sim net;
+} hpmlc_moment;
+
+struct hpmlc_moments {
+    hpmlc_moment *item[HPMLC_STATES + 1];
+    int           count;
+    int64_t       every; /* messages from one state to the next */
+};
+
+typedef struct hpmlc_kept { /* what is left of a play */
+    hpmlc_moments moments;
+    hpmlc_role   *role;  /* (roles) its programs; NULL: this place is free */
+    int           roles, unit, size[HPML_AXES];
+    int64_t       used;  /* hpmlc_memo.turn when the play was kept, or a later one began with a state of it */
+} hpmlc_kept;
+
+struct hpmlc_memo {
+    hpml_network  network;
+    hpmlc_kept    play[HPMLC_PLAYS];
+    hpmlc_moments now;          /* of the play that runs */
+    int64_t       turn, sent, reused; /* plays until now; their messages, all and those that were not played again */
+    bool          off;          /* true: every play begins at its beginning */
+};
+
+/* Appends the play's state to its list of states. Of a full list every other state is dropped before. */
+HPMLC_FN void hpmlc_moment_keep(hpmlc_play *y, bool last)
+{
+    hpmlc_moments *all = y->moments;
+    const size_t   bytes = y->net.state_bytes, letters = (size_t)y->net.letters * sizeof(hpmlc_sim_letter);
+    if (bytes > (size_t)(last ? 4 : 1) * HPMLC_STATE_BYTES) return;
+    if (all->count == HPMLC_STATES && !last) {
+        for (int i = 0; i < HPMLC_STATES; i += 2) {
+            free(all->item[i]);
+            all->item[i / 2] = all->item[i + 1];
+        }
+        all->count /= 2;
+        all->every *= 2;
+    }
+    hpmlc_moment *m = (hpmlc_moment *)malloc(sizeof *m + bytes + letters);
+    if (!m) return;
+    m->last = last;
+    m->sent = y->sent;
+    m->net  = y->net;
+    memcpy(m + 1, y->net.state, bytes);
+    if (letters > 0) memcpy((char *)(m + 1) + bytes, y->net.letter, letters);
+    all->item[all->count++] = m;
+}
+
+HPMLC_FN const hpmlc_actor *hpmlc_moment_actors(const hpmlc_play *y, const hpmlc_moment *m)
+{
+    return (const hpmlc_actor *)(const void *)((const char *)(m + 1) + ((char *)y->actor - (char *)y->net.state));
+}
+
+/* Sets play y, whose memory is there, to the state m of another play. False: out of memory. */
+HPMLC_FN bool hpmlc_moment_load(hpmlc_play *y, const hpmlc_moment *m)
+{
+    hpmlc_sim         *s = &y->net;
+    const hpmlc_actor *from = hpmlc_moment_actors(y, m);
+    const size_t       letters = (size_t)m->net.letters * sizeof(hpmlc_sim_letter), ends = (size_t)y->steps;
+    if (letters > 0) s->letter = (hpmlc_sim_letter *)malloc(letters);
+    if (letters > 0 && !s->letter) return false;
+    if (letters > 0) memcpy(s->letter, (const char *)(m + 1) + s->state_bytes, letters);
+    memcpy(s->state, m + 1, (size_t)((char *)y->actor - (char *)s->state));
+    memcpy(y->ends, from + s->p, ends * sizeof(double));
+    for (int a = 0; a < s->p; a++) {
+        hpmlc_actor now = from[a];
+        now.acts = y->actor[a].acts;
+        memcpy(now.layout, y->actor[a].layout, sizeof now.layout);
+        y->actor[a] = now;
+    }
+    s->between     = m->net.between;
+    s->runs        = m->net.runs;
+    s->letters     = m->net.letters;
+    s->free_letter = m->net.free_letter;
+    y->sent        = m->sent;
+    return true;
+}
+
+HPMLC_FN void hpmlc_play_mark(hpmlc_sim *s) /* counts a message; keeps the play's state if it is time to */
+{
+    hpmlc_play *y = hpmlc_play_of(s);
+    if (y->moments && y->sent >= y->due && !y->posted_any) {
+        hpmlc_moment_keep(y, false);
+        y->due = y->sent + y->moments->every;
+    }
+    y->sent++;
+}
+
+HPMLC_FN int hpmlc_acts_same(const hpmlc_acts *a, const hpmlc_acts *b) /* how many acts at the beginning are the same */
+{
+    const int count = (int)hpmlc_min(a->count, b->count);
+    int       i = 0;
+    while (i < count && memcmp(&a->item[i], &b->item[i], sizeof *a->item) == 0) i++;
+    return i;
+}
+
+/* Sets role.same and .all of play y by the programs of a kept play. False: its ranks are others. */
+HPMLC_FN bool hpmlc_roles_compare(hpmlc_play *y, const hpmlc_kept *kept)
+{
+    if (!kept->role || kept->roles != y->roles || kept->unit != y->unit ||
+        memcmp(kept->size, y->size, sizeof y->size) != 0)
+        return false;
+    for (int i = 0; i < y->roles; i++) {
+        hpmlc_role       *r = &y->role[i];
+        const hpmlc_role *old = &kept->role[i];
+        r->same = hpmlc_acts_same(&r->own, &old->own);
+        r->all  = r->same == r->own.count && r->same == old->own.count &&
+                 r->background.count == old->background.count &&
+                 hpmlc_acts_same(&r->background, &old->background) == r->background.count;
+    }
+    return true;
+}
+
+/* Returns whether the state m, of the kept play with which y's programs were compared, is also a state of y: no rank
+   has come to an act that differs. */
+HPMLC_FN bool hpmlc_moment_fits(const hpmlc_play *y, const hpmlc_moment *m)
+{
+    const hpmlc_actor *actor = hpmlc_moment_actors(y, m);
+    for (int r = 0; r < y->unit; r++) {
+        const hpmlc_role  *role = hpmlc_play_role(y, r);
+        const hpmlc_actor *own = &actor[2 * r + 1];
+        if (!role->all && (m->last || own->step > 0 || own->at >= role->same)) return false;
+    }
+    return true;
+}
+
+/* Sets play y, which has not begun, to the last state that it has in common with a play of the memo, and lets it keep
+   states. False: it has none in common, or there is no memory: y must begin at the beginning. */
+HPMLC_FN bool hpmlc_memo_resume(hpmlc_memo *memo, hpmlc_play *y)
+{
+    hpmlc_kept *from = NULL;
+    int         at = 0;
+    while (memo->now.count > 0) free(memo->now.item[--memo->now.count]); /* of a play that failed */
+    memo->now.every = 8 * (int64_t)y->unit;
+    memo->turn++;
+    y->net.mark = hpmlc_play_mark;
+    y->moments  = memo->off ? NULL : &memo->now;
+    y->due      = memo->now.every;
+    for (int k = 0; k < HPMLC_PLAYS && !memo->off; k++) {
+        hpmlc_kept *kept = &memo->play[k];
+        int         i = kept->moments.count - 1;
+        if (!hpmlc_roles_compare(y, kept)) continue;
+        while (i >= 0 && !hpmlc_moment_fits(y, kept->moments.item[i])) i--;
+        if (i < 0 || (from && kept->moments.item[i]->sent <= from->moments.item[at]->sent)) continue;
+        from = kept;
+        at   = i;
+    }
+    if (!from || !hpmlc_moment_load(y, from->moments.item[at])) return false;
+    from->used = memo->turn;
+    memo->reused += y->sent;
+    memo->now.every = from->moments.every;
+    y->due          = y->sent + memo->now.every;
+    if (from->moments.item[at]->last) y->moments = NULL; /* the kept play serves later ones */
+    return true;
+}
+
+HPMLC_FN void hpmlc_kept_free(hpmlc_kept *kept)
+{
+    while (kept->moments.count > 0) free(kept->moments.item[--kept->moments.count]);
+    hpmlc_roles_free(kept->role, kept->roles);
+    kept->role = NULL;
+}
+
+/* Takes states and programs of play y, which is over, into the memo, in place of the play that was used longest ago. */
+HPMLC_FN void hpmlc_memo_keep(hpmlc_memo *memo, hpmlc_play *y)
+{
+    hpmlc_kept *place = &memo->play[0];
+    memo->sent += y->sent;
+    if (!y->moments) return;
+    hpmlc_moment_keep(y, true);
+    for (int k = 1; k < HPMLC_PLAYS; k++)
+        if (memo->play[k].used < place->used) place = &memo->play[k];
+    hpmlc_kept_free(place);
+    place->moments = memo->now;
+    place->role    = y->role;
+    place->roles   = y->roles;
+    place->unit    = y->unit;
+    place->used    = memo->turn;
+    memcpy(place->size, y->size, sizeof y->size);
+    memo->now.count = 0;
+    y->role         = NULL;
+}
+
+HPMLC_FN void hpmlc_memo_free(hpmlc_memo *memo)
+{
+    for (int k = 0; k < HPMLC_PLAYS; k++) hpmlc_kept_free(&memo->play[k]);
+    while (memo->now.count > 0) free(memo->now.item[--memo->now.count]);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>forecast   a step of a plan on a machine: check, play, memory, text
 // ---------------------------------------------------------------------------------------------------------------------
 HPML_API const char *hpml_term_name(hpml_term term)
@@ -18836,12 +19266,12 @@ HPMLC_FN const char *hpmlc_forecast_refused(const hpml_plan *p)
         s == HPML_STRATEGY_FEDERATED || s == HPML_STRATEGY_HOGWILD)
         return "the messages of this strategy depend on which rank is first; take sync, ps, local, block or elastic, "
                "or train in virtual time (HPML_TRANSPORT_CLOCK)";
-    if (s == HPML_STRATEGY_GOSSIP)
-        return "a step of gossip has no end that all ranks share; take local, or train in virtual time";
-    if (hpmlc_plan_flows(p)) return "a step with schedules stash and vertical has no end; see hpml_pipe_simulate";
-    if (p->exact || p->route != HPML_ROUTE_ALLREDUCE)
-        return "the steps of exact sums and of routes factors and hybrid have no program here; take exact=0 and route "
-               "allreduce, or train in virtual time";
+    const bool plain = p->servers == 0 && !hpmlc_plan_splits(p) && !hpmlc_plan_packs(p);
+    if (!plain && (p->exact || p->route != HPML_ROUTE_ALLREDUCE))
+        return "exact sums and factors have a program only along axis data, without servers and codec; take exact=0 "
+               "and route allreduce, or train in virtual time";
+    if (hpmlc_plan_flows(p) && p->shard > 0)
+        return "the steps of schedules stash and vertical have no program with shard; take shard=0";
     return NULL;
 }
 
@@ -18898,6 +19328,15 @@ HPMLC_FN void hpmlc_play_axes(hpmlc_play *y, const hpml_plan *p)
         stride *= y->size[k];
     }
     y->mask[HPMLC_GROUP_REPLICAS] = 1u << HPML_AXIS_DATA | 1u << HPML_AXIS_SEQUENCE | 1u << HPML_AXIS_EXPERT;
+    for (int g = 0; g < HPMLC_GROUPS; g++) {
+        int many = 0;
+        for (int k = 0; k < HPML_AXES; k++) {
+            if (!(y->mask[g] >> k & 1) || y->size[k] == 1) continue;
+            y->only[g] = k;
+            many++;
+        }
+        if (many != 1) y->only[g] = -1;
+    }
     y->roles = y->size[HPML_AXIS_PIPE] + p->servers;
 }
 
@@ -18908,6 +19347,8 @@ HPMLC_FN bool hpmlc_is_power(int n) { return (n & (n - 1)) == 0; }
 HPMLC_FN bool hpmlc_act_is_alike(hpmlc_play *y, const hpmlc_act *act)
 {
     const bool over = act->group < HPMLC_GROUP_ALL && (y->mask[act->group] >> HPML_AXIS_DATA & 1);
+    const bool even = act->peer == HPML_TOPOLOGY_RING || act->peer == HPML_TOPOLOGY_ALL;
+    if (act->kind == HPMLC_ACT_COLLECT && act->collective == HPMLC_MIX) return even;
     if (act->kind != HPMLC_ACT_COLLECT || !over || act->collective != HPMLC_ALLREDUCE) return true;
     hpmlc_layouts *l = hpmlc_group_layout(y, act->group, 0);
     hpml_algorithm a = act->algorithm;
@@ -18945,21 +19386,20 @@ HPMLC_FN void hpmlc_play_fold(hpmlc_play *y)
    groups. False: out of memory. */
 HPMLC_FN bool hpmlc_play_actors(hpmlc_play *y)
 {
-    const size_t n = (size_t)y->unit;
-    y->actor  = (hpmlc_actor *)calloc(2 * n, sizeof *y->actor);
+    const size_t n = (size_t)y->unit, ends = (size_t)y->steps * sizeof(double), own = 2 * n * sizeof *y->actor + ends;
     y->posted = (double *)calloc(2 * n * (size_t)(y->jobs + 1), sizeof(double));
-    y->ends   = (double *)calloc((size_t)y->steps, sizeof(double));
-    if (!hpmlc_sim_open(&y->net, 2 * y->unit, y->network, 2)) return false;
-    y->net.waited  = (double *)calloc(2 * n, sizeof(double));
+    if (!hpmlc_sim_open(&y->net, 2 * y->unit, y->network, 2, own) || !y->posted) return false;
     y->net.program = hpmlc_play_move;
-    if (!y->actor || !y->posted || !y->ends || !y->net.waited) return false;
-    y->ended = y->posted + n * (size_t)y->jobs;
+    y->ends        = (double *)(void *)((char *)y->net.state + y->net.state_bytes - ends);
+    y->actor       = (hpmlc_actor *)(void *)((char *)y->ends - 2 * n * sizeof *y->actor);
+    y->ended       = y->posted + n * (size_t)y->jobs;
     for (int r = 0; r < y->unit; r++) {
-        const int   pipe = y->size[HPML_AXIS_PIPE];
-        hpmlc_role *role = &y->role[r < y->workers ? hpmlc_play_at(y, r, HPML_AXIS_PIPE) : pipe + r - y->workers];
+        hpmlc_role *role = hpmlc_play_role(y, r);
         y->actor[2 * r].idle     = true;
         y->actor[2 * r].acts     = &role->background;
         y->actor[2 * r + 1].acts = &role->own;
+        for (int g = 0; g < HPMLC_GROUPS && r < y->workers; g++)
+            y->actor[2 * r].place[g] = y->actor[2 * r + 1].place[g] = hpmlc_group_place(y, g, r);
         for (int g = 0; g < HPMLC_GROUP_ALL; g++) {
             if (r >= y->workers || hpmlc_group_size(y, g) == 1) continue;
             hpmlc_layouts *l = hpmlc_group_layout(y, g, r);
@@ -18968,6 +19408,10 @@ HPMLC_FN bool hpmlc_play_actors(hpmlc_play *y)
             y->actor[2 * r + 1].layout[g] = l;
         }
     }
+    for (int r = 0; r < y->roles; r++) {
+        hpmlc_acts_choose(y, &y->role[r].own);
+        hpmlc_acts_choose(y, &y->role[r].background);
+    }
     for (int a = 0; a < 2 * y->unit; a++) y->net.clock[a] = y->origin;
     return true;
 }
@@ -18975,24 +19419,20 @@ HPMLC_FN bool hpmlc_play_actors(hpmlc_play *y)
 HPMLC_FN void hpmlc_play_close(hpmlc_play *y)
 {
     hpmlc_sim_close(&y->net);
-    for (int r = 0; y->role && r < y->roles; r++) {
-        free(y->role[r].own.item);
-        free(y->role[r].background.item);
-    }
+    hpmlc_roles_free(y->role, y->roles);
     while (y->layouts) {
         hpmlc_layouts *l = y->layouts;
         y->layouts = l->next;
         free(l);
     }
-    free(y->role);
-    free(y->actor);
+    free(y->node);
     free(y->posted);
-    free(y->ends);
 }
 
 /* Makes the programs of a plan for which hpmlc_forecast_begin was called, and plays y->steps steps from the clock
-   y->origin on. whole: true: plays all ranks; false: where ranks do the same at the same times, one of them for all. */
-HPMLC_FN hpml_status hpmlc_play_run(hpmlc_play *y, hpmlc_maker *k, bool whole, const hpmlc_text *to)
+   y->origin on. whole: true: plays all ranks; false: where ranks do the same at the same times, one of them for all.
+   memo: earlier plays, of which a state is taken where this play is the same up to there (>>delta); may be NULL. */
+HPMLC_FN hpml_status hpmlc_play_run(hpmlc_play *y, hpmlc_maker *k, bool whole, hpmlc_memo *memo, const hpmlc_text *to)
 {
     const size_t      layers = (size_t)k->f->layers;
     const hpml_status memory = HPML_ERR_MEMORY;
@@ -19012,6 +19452,7 @@ HPMLC_FN hpml_status hpmlc_play_run(hpmlc_play *y, hpmlc_maker *k, bool whole, c
     y->unit = y->ranks;
     if (!whole) hpmlc_play_fold(y);
     bool good = hpmlc_play_actors(y);
+    if (good && !(memo && hpmlc_memo_resume(memo, y))) hpmlc_sim_begin(&y->net);
     if (good) hpmlc_sim_queue(&y->net);
     for (int r = 0; r < y->unit && good; r++) good = !y->net.failed && y->actor[2 * r + 1].step == y->steps;
     return good ? HPML_OK : hpmlc_refuse(to, memory, "forecast: no memory for %d ranks", y->unit);
@@ -19026,6 +19467,7 @@ HPMLC_FN double hpmlc_stage_kept(const hpmlc_maker *k, int stage)
     d.stages = (int32_t)hpmlc_max(k->p->pipe, 1);
     d.micro  = k->p->pipe > 1 ? k->p->micro : 1;
     d.chunks = k->p->chunks;
+    if (hpmlc_plan_flows(k->p)) d.micro = d.stages;
     for (int q = stage, chunk = 0; q < k->pieces; q += d.stages, chunk++) {
         double bytes = 0, most = 0;
         for (int i = k->cut[q]; i < k->cut[q + 1]; i++) {
@@ -19052,6 +19494,8 @@ HPMLC_FN hpml_status hpmlc_forecast_memory(hpmlc_maker *k, int64_t *out, const h
         bytes += k->p->shard > 1 ? floats / n + slots : floats;
         bytes += k->f->states * floats / n;
         if (k->p->delayed) bytes += floats;
+        if (hpmlc_plan_flows(k->p)) /* older versions of the weights */
+            bytes += floats * (k->p->schedule == HPML_PIPE_VERTICAL ? k->p->pipe - 1 : k->p->pipe - 1 - k->stage);
         if (hpmlc_plan_packs(k->p) && !k->p->codec.no_feedback) bytes += floats;
         most = fmax(most, 4 * bytes + hpmlc_stage_kept(k, k->stage));
     }
@@ -19062,12 +19506,12 @@ HPMLC_FN hpml_status hpmlc_forecast_memory(hpmlc_maker *k, int64_t *out, const h
                         1e-9 * (double)k->m->memory, k->m->name ? k->m->name : "");
 }
 
-/* Sets the fields of *out, but for .memory and .buckets, from the clocks and counts of the steps that were played. */
+/* Sets the fields of *out, but for .memory, from the clocks and counts of the steps that were played. */
 HPMLC_FN void hpmlc_forecast_read(const hpmlc_maker *k, hpml_prediction *out)
 {
     const hpmlc_play *y = k->y;
     const int64_t     period = k->p->strategy == HPML_STRATEGY_SYNC || k->p->servers > 0 ? 1 : k->p->period;
-    const double      steps = (double)((y->steps - 1) * period);
+    const double      steps = (double)((y->steps - y->from) * period);
     int               readers = 0;
     for (int r = 0; r < y->unit && r < y->workers; r++, readers++) {
         const hpmlc_actor *a = &y->actor[2 * r + 1];
@@ -19084,49 +19528,58 @@ HPMLC_FN void hpmlc_forecast_read(const hpmlc_maker *k, hpml_prediction *out)
         out->rank_bytes = hpmlc_max(out->rank_bytes, y->net.bytes[2 * r] + y->net.bytes[2 * r + 1]);
     out->rank_bytes /= y->steps * period;
     out->between_bytes = y->net.between / (y->steps * period) * (y->ranks / y->unit);
-    out->step_s  = (y->ends[y->steps - 1] - y->ends[0]) / steps;
+    out->step_s  = (y->ends[y->steps - 1] - (y->from > 0 ? y->ends[y->from - 1] : y->origin)) / steps;
     out->bubble  = out->step_s > 0 ? out->term_s[HPML_TERM_BUBBLE] / out->step_s : 0;
     const double shares = hpmlc_plan_workers(k->p, y->ranks);
     out->samples_s = out->step_s > 0 ? (double)k->samples * shares / out->step_s : 0;
     if (k->p->global_batch > 0 && out->step_s > 0) out->samples_s = (double)k->p->global_batch / out->step_s;
-    out->played = y->unit;
+    out->played  = y->unit;
+    out->buckets = y->role[0].background.jobs;
 }
 
 /* Sets up the maker *k and the play *y for a checked plan, and cuts the layers into pieces. hpmlc_play_close and
    free(k->cut) release their memory, also after an error. *resolved gets the plan with defaults in place of zeros, *net
-   the machine's network, and both must live as long as *k and *y. */
+   is the machine's network, and both must live as long as *k and *y. */
 HPMLC_FN hpml_status hpmlc_forecast_begin(hpmlc_maker *k, hpmlc_play *y, const hpml_plan *plan,
                                           const hpml_model_facts *f, const hpml_machine *m, hpml_plan *resolved,
-                                          hpml_network *net, const hpmlc_text *to)
+                                          const hpml_network *net, const hpmlc_text *to)
 {
     memset(k, 0, sizeof *k);
     memset(y, 0, sizeof *y);
     hpml_plan_resolve(plan, &f->facts, resolved);
-    hpml_machine_network(m, f->facts.ranks, net);
     y->network = net;
     y->ranks   = f->facts.ranks;
     y->nodes   = hpmlc_network_nodes(net, y->ranks);
     y->steps   = plan->servers > 0 ? 8 : 3;
+    y->from    = 1;
+    y->seed    = plan->seed;
+    if (hpmlc_plan_flows(plan)) {
+        y->from  = plan->pipe + 1; /* the pipeline is full; its steps repeat with a period of 1, 2, 3 ... steps */
+        y->steps = y->from + 12;
+    }
     y->loose   = y->ranks > 64;
     k->p       = resolved;
     k->f       = f;
     k->m       = m;
     k->y       = y;
     k->samples = hpmlc_plan_most(plan, &f->facts);
-    k->rows    = resolved->pipe > 1 ? (k->samples - 1) / resolved->micro + 1 : k->samples;
+    k->rows    = resolved->pipe > 1 && !hpmlc_plan_flows(plan) ? (k->samples - 1) / resolved->micro + 1 : k->samples;
     k->pieces  = (int)hpmlc_max(resolved->pipe, 1);
     if (resolved->pipe > 1 && resolved->schedule == HPML_PIPE_INTERLEAVED)
         k->pieces *= resolved->chunks > 0 ? resolved->chunks : 2;
     hpmlc_play_axes(y, resolved);
-    k->cut = (int32_t *)calloc((size_t)k->pieces + 1, sizeof *k->cut);
-    return k->cut ? hpmlc_pieces_cut(k, to) : hpmlc_refuse(to, HPML_ERR_MEMORY, "forecast: no memory");
+    k->cut  = (int32_t *)calloc((size_t)k->pieces + 1, sizeof *k->cut);
+    y->node = (int32_t *)calloc((size_t)y->ranks, sizeof *y->node);
+    for (int r = 0; r < y->ranks && y->node; r++) y->node[r] = hpmlc_network_node(net, y->nodes, r);
+    return k->cut && y->node ? hpmlc_pieces_cut(k, to) : hpmlc_refuse(to, HPML_ERR_MEMORY, "forecast: no memory");
 }
 
-/* Forecasts a step of a plan. rough: true: plays fewer steps, and adds losses up by HPMLC_SHIFTS on any number of ranks
-   (hpmlc_play.loose), so that one replica may be played for all. */
+/* Forecasts a step of a plan. loose: true: adds losses up by HPMLC_SHIFTS on any number of ranks (hpmlc_play.loose), so
+   that one replica may be played for all. memo: unless NULL, one step is played, or the part of it that no play of the
+   memo has in common with this one. */
 HPMLC_FN hpml_status hpmlc_forecast_plan(const hpml_plan *plan, const hpml_model_facts *facts,
-                                         const hpml_machine *machine, bool rough, hpml_prediction *out,
-                                         const hpmlc_text *to)
+                                         const hpml_machine *machine, bool loose, hpmlc_memo *memo,
+                                         hpml_prediction *out, const hpmlc_text *to)
 {
     hpmlc_maker  k;
     hpmlc_play   y;
@@ -19136,15 +19589,17 @@ HPMLC_FN hpml_status hpmlc_forecast_plan(const hpml_plan *plan, const hpml_model
     *out = result;
     hpml_status status = hpmlc_forecast_check(plan, facts, machine, to);
     if (status != HPML_OK) return status;
-    status = hpmlc_forecast_begin(&k, &y, plan, facts, machine, &resolved, &net, to);
-    if (rough) y.steps = 2;
-    if (rough) y.loose = true;
-    if (status == HPML_OK) status = hpmlc_forecast_memory(&k, &out->memory, to);
-    if (status == HPML_OK) status = hpmlc_play_run(&y, &k, false, to);
-    if (status == HPML_OK) {
-        hpmlc_forecast_read(&k, out);
-        out->buckets = y.role[0].background.jobs;
+    if (!memo) hpml_machine_network(machine, facts->facts.ranks, &net);
+    status = hpmlc_forecast_begin(&k, &y, plan, facts, machine, &resolved, memo ? &memo->network : &net, to);
+    if (loose) y.loose = true;
+    if (memo && plan->servers == 0 && !hpmlc_plan_flows(plan)) {
+        y.steps = 1;
+        y.from  = 0;
     }
+    if (status == HPML_OK) status = hpmlc_forecast_memory(&k, &out->memory, to);
+    if (status == HPML_OK) status = hpmlc_play_run(&y, &k, false, memo, to);
+    if (status == HPML_OK) hpmlc_forecast_read(&k, out);
+    if (status == HPML_OK && memo) hpmlc_memo_keep(memo, &y);
     free(k.cut);
     hpmlc_play_close(&y);
     return status;
@@ -19156,7 +19611,7 @@ HPML_API hpml_status hpml_forecast(const hpml_plan *plan, const hpml_model_facts
     const hpmlc_text to = { error, size };
     hpmlc_refuse(&to, HPML_OK, "%s", "");
     if (!out) return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "forecast: out is NULL; pass a struct for the result");
-    return hpmlc_forecast_plan(plan, facts, machine, false, out, &to);
+    return hpmlc_forecast_plan(plan, facts, machine, false, NULL, out, &to);
 }
 
 HPML_API int hpml_prediction_text(const hpml_prediction *p, char *buffer, size_t size)
@@ -19185,20 +19640,23 @@ HPML_API int hpml_prediction_text(const hpml_prediction *p, char *buffer, size_t
    from pipe to tensor or back, and goes on from the new plan if it is faster, or with the probability exp(-20 x) if a
    sample takes 1 + x times as long. Plans that were forecast before are looked up, not forecast again. */
 
+/* In the order of points, those that differ only in the first fields follow each other, because their plays have most
+   in common. */
 typedef struct hpmlc_choice {
     size_t at;        /* offset of the field, an int32_t or an enum, in hpml_plan */
     int    values[8]; /* values to try besides 0, the default; a 0 ends the list */
 } hpmlc_choice;
 static const hpmlc_choice hpmlc_choices[] = {
-    { offsetof(hpml_plan, pipe), { 2, 4, 8, 16, 32, 0 } },
-    { offsetof(hpml_plan, tensor), { 2, 4, 8, 16, 32, 0 } },
-    { offsetof(hpml_plan, schedule), { HPML_PIPE_1F1B, HPML_PIPE_INTERLEAVED, HPML_PIPE_ZERO_BUBBLE, 0 } },
-    { offsetof(hpml_plan, micro), { 2, 4, 8, 16, 32, 0 } },
-    { offsetof(hpml_plan, shard), { 1, 2, 3, 0 } },
     { offsetof(hpml_plan, codec.kind), { HPML_CODEC_BF16, HPML_CODEC_ONEBIT, 0 } },
     { offsetof(hpml_plan, algorithm), { HPML_RING, HPML_HALVING, HPML_HIERARCHICAL, 0 } },
+    { offsetof(hpml_plan, shard), { 1, 2, 3, 0 } },
+    { offsetof(hpml_plan, schedule), { HPML_PIPE_1F1B, HPML_PIPE_INTERLEAVED, HPML_PIPE_ZERO_BUBBLE, 0 } },
+    { offsetof(hpml_plan, micro), { 2, 4, 8, 16, 32, 0 } },
+    { offsetof(hpml_plan, tensor), { 2, 4, 8, 16, 32, 0 } },
+    { offsetof(hpml_plan, pipe), { 2, 4, 8, 16, 32, 0 } },
 };
 enum { HPMLC_CHOICES = sizeof hpmlc_choices / sizeof hpmlc_choices[0], HPMLC_POINTS = 8192 };
+enum { HPMLC_CHOICE_TENSOR = HPMLC_CHOICES - 2 }; /* and the one after it is pipe */
 
 typedef struct hpmlc_point {
     uint64_t key;        /* 1 + the point's key (hpmlc_point_plan); 0: this place of the table is free */
@@ -19212,6 +19670,7 @@ typedef struct hpmlc_search {
     hpmlc_point            *point;   /* (HPMLC_POINTS) hash table of the points that were tried */
     hpml_found             *found;   /* (capacity) the best plans, the best first */
     int                     capacity, count, forecasts;
+    hpmlc_memo              memo;
     char                    why[400]; /* error text: why the last plan that was refused is not possible */
 } hpmlc_search;
 
@@ -19268,7 +19727,7 @@ HPMLC_FN double hpmlc_point_seconds(hpmlc_search *s, uint64_t key)
     if (hpmlc_point_plan(s, key, &p)) {
         s->forecasts++;
         const hpmlc_text why = { s->why, sizeof s->why };
-        if (hpmlc_forecast_plan(&p, s->f, s->m, true, &prediction, &why) == HPML_OK) {
+        if (hpmlc_forecast_plan(&p, s->f, s->m, true, &s->memo, &prediction, &why) == HPML_OK) {
             seconds = 1 / prediction.samples_s;
             hpmlc_found_add(s, &p, &prediction);
         }
@@ -19302,8 +19761,9 @@ HPMLC_FN uint64_t hpmlc_point_move(hpml_rng *rng, uint64_t key)
     const int i = (int)hpml_rng_below(rng, HPMLC_CHOICES);
     int       values = 0;
     while (hpmlc_choices[i].values[values] != 0) values++;
-    if (i < 2 && hpml_rng_below(rng, 2) == 0 && (key >> 3 * i & 7) > 0 && (key >> 3 * !i & 7) < 5)
-        return key - ((uint64_t)1 << 3 * i) + ((uint64_t)1 << 3 * !i);
+    const int other = i == HPMLC_CHOICE_TENSOR ? i + 1 : HPMLC_CHOICE_TENSOR;
+    if (i >= HPMLC_CHOICE_TENSOR && hpml_rng_below(rng, 2) == 0 && (key >> 3 * i & 7) > 0 && (key >> 3 * other & 7) < 5)
+        return key - ((uint64_t)1 << 3 * i) + ((uint64_t)1 << 3 * other);
     return (key & ~((uint64_t)7 << 3 * i)) | (uint64_t)hpml_rng_below(rng, (uint32_t)values + 1) << 3 * i;
 }
 
@@ -19334,6 +19794,20 @@ HPMLC_FN void hpmlc_search_walk(hpmlc_search *s, uint64_t first)
     }
 }
 
+/* Forecasts three steps of each plan found, as hpml_forecast does, and sorts the plans by that. */
+HPMLC_FN void hpmlc_found_refine(hpmlc_search *s)
+{
+    const hpmlc_text why = { s->why, sizeof s->why };
+    for (int i = 0; i < s->count; i++) {
+        hpml_found one = s->found[i];
+        int        at = i;
+        hpmlc_forecast_plan(&one.plan, s->f, s->m, true, NULL, &one.prediction, &why);
+        for (; at > 0 && s->found[at - 1].prediction.samples_s < one.prediction.samples_s; at--)
+            s->found[at] = s->found[at - 1];
+        s->found[at] = one;
+    }
+}
+
 HPMLC_FN int hpmlc_search_refuse(const hpmlc_text *to, const char *why)
 {
     hpmlc_refuse(to, HPML_ERR_ARGUMENT, "search: %s", why);
@@ -19341,12 +19815,12 @@ HPMLC_FN int hpmlc_search_refuse(const hpmlc_text *to, const char *why)
 }
 
 HPML_API int hpml_search(const hpml_search_desc *desc, const hpml_model_facts *facts, const hpml_machine *machine,
-                         hpml_found *found, int capacity, int *forecasts, char *error, size_t size)
+                         hpml_found *found, int capacity, hpml_search_counts *counts, char *error, size_t size)
 {
     const hpmlc_text to = { error, size };
-    hpml_prediction  none;
     HPMLC_DESC(hpml_search_desc, d, desc);
     HPMLC_ZERO(hpmlc_search, s);
+    const hpmlc_text why = { s.why, sizeof s.why };
     uint64_t key = 0, first = 0;
     int      plans = 0;
     hpmlc_refuse(&to, HPML_OK, "%s", "");
@@ -19357,8 +19831,10 @@ HPML_API int hpml_search(const hpml_search_desc *desc, const hpml_model_facts *f
     s.m        = machine;
     s.found    = found;
     s.capacity = capacity;
-    const hpml_status status = hpml_forecast(&d.base, facts, machine, &none, s.why, sizeof s.why);
+    const hpml_status status = hpmlc_forecast_check(&d.base, facts, machine, &why);
     if (status == HPML_ERR_ARGUMENT) return hpmlc_search_refuse(&to, s.why);
+    hpml_machine_network(machine, facts->facts.ranks, &s.memo.network);
+    s.memo.off = d.full;
     s.point = (hpmlc_point *)calloc(HPMLC_POINTS, sizeof *s.point);
     if (!s.point) return hpmlc_search_refuse(&to, "no memory");
     const int most = d.exhaustive == 0 ? 64 : d.exhaustive;
@@ -19373,7 +19849,13 @@ HPML_API int hpml_search(const hpml_search_desc *desc, const hpml_model_facts *f
         hpmlc_search_walk(&s, first);
     }
     free(s.point);
-    if (forecasts) *forecasts = s.forecasts;
+    hpmlc_memo_free(&s.memo);
+    hpmlc_found_refine(&s);
+    if (counts) {
+        counts->forecasts = s.forecasts;
+        counts->messages  = s.memo.sent;
+        counts->reused    = s.memo.reused;
+    }
     if (s.count > 0) return s.count;
     hpmlc_refuse(&to, HPML_ERR_UNSUPPORTED, "search: no plan is possible; the last one: %s", s.why);
     return -1;

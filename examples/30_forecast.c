@@ -148,7 +148,8 @@ int main(int argc, char **argv)
     };
     hpml_model_facts f = { 0 };
     hpml_search_desc d = { .seed = 1 };
-    int code = options_read("Forecasts and ranks plans.", table, sizeof table / sizeof table[0], argc, argv), tried = 0;
+    hpml_search_counts counts;
+    int code = options_read("Forecasts and ranks plans.", table, sizeof table / sizeof table[0], argc, argv);
     if (code) return code - 1 ? code : 0;
     if (machines) return list_machines(), 0;
     const hpml_machine *m = hpml_machine_find(machine);
@@ -160,9 +161,11 @@ int main(int argc, char **argv)
     d.forecasts         = (int32_t)forecasts;
     d.lossy             = lossy != 0;
     if (hpml_plan_parse(plan, &d.base, why, sizeof why) != HPML_OK) return fprintf(stderr, "%s\n", why), 2;
-    int count = hpml_search(&d, &f, m, found, BEST, &tried, why, sizeof why);
+    int count = hpml_search(&d, &f, m, found, BEST, &counts, why, sizeof why);
     if (count < 0) return fprintf(stderr, "%s\n", why), 1;
-    if (!json) printf("%s on %d ranks of %s: %d plans were forecast\n", model, (int)ranks, m->name, tried);
+    if (!json) printf("%s on %d ranks of %s: %d plans were forecast, %.0f %% of their messages were known\n",
+                      model, (int)ranks, m->name, (int)counts.forecasts,
+                      100. * (double)counts.reused / (double)(counts.messages + 1));
     if (!json) printf(" %14s %9s %9s %12s  %-8s plan\n", "step", "samples", "memory", "sent", "decides");
     for (int i = 0; i < count; i++) print_plan(&found[i], i + 1, json);
     if (draw(&found[0].plan, f, m, (int)ranks, dir) != 0) return fprintf(stderr, "%s: cannot write\n", dir), 1;

@@ -79,7 +79,7 @@ TEST(phases_that_begin_as_a_ring_are_not_timed_as_a_ring)
             hpml_network w = flat(1e-5, 1e9);
             hpmlc_phases all;
             hpmlc_sim    s;
-            ENSURE(hpmlc_sim_open(&s, p, &w, 1));
+            ENSURE(hpmlc_sim_open(&s, p, &w, 1, 0));
             s.plain = plain == 1;
             s.kind  = HPMLC_SIM_ALLREDUCE;
             s.n     = n;
@@ -229,7 +229,7 @@ TEST(short_cuts_equal_the_queue)
         int          p = ps[i % 6], net = i / 18 % 5;
         hpml_network w = net == 0 ? flat(5e-5, 1e9) : nodes(net == 1 ? 4 : net == 2 ? 8 : net == 3 ? 3 : 512, false);
         int64_t      n = i / 90 ? 200 * p : 100003;
-        ENSURE(hpmlc_sim_open(&s, p, &w, 1) && hpmlc_sim_open(&q, p, &w, 1));
+        ENSURE(hpmlc_sim_open(&s, p, &w, 1, 0) && hpmlc_sim_open(&q, p, &w, 1, 0));
         q.plain = true;
         for (int twice = 0; twice < 2; twice++) {
             ENSURE(hpmlc_sim_play(&s, (hpmlc_sim_kind)(i / 6 % 3), HPML_RING, n, 4));

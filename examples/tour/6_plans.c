@@ -67,7 +67,7 @@ static hpml_status train(hpml_comm *c, void *user)
     hpml_plan_facts_of(t, c, &facts);
     SHOW_AT(c, facts.ranks == 2 && facts.batch == 4 && facts.together);
     /* The same training on a machine by name, and on this one. */
-    char             text[512], why[512];
+    char             text[512], why[512], record[4000];
     hpml_layer_facts layer[16];
     hpml_model_facts model;
     hpml_prediction  p;
@@ -81,6 +81,9 @@ static hpml_status train(hpml_comm *c, void *user)
     for (int step = 0; step < 4; step++) hpml_trainer_step(t, cases, answers, 4, NULL);
     int count = hpml_distribute_steps(dist, rows, 16);
     SHOW_AT(c, count == 8 && hpml_steps_slowest(rows, count, &times) >= 0); /* 4 steps of 2 ranks */
+    /* Its forecast, on this machine as it is measured now, and a record with both. */
+    SHOW_AT(c, hpml_distribute_predict(dist, NULL, &p, why, sizeof why) == HPML_OK && p.step_s > 0);
+    SHOW_AT(c, hpml_distribute_json(dist, NULL, record, sizeof record) > 0 && strstr(record, "measured_by_predicted"));
     SHOW_AT(c, hpml_distribute_set_batch(dist, 4) == HPML_OK);              /* samples of a step, of both ranks */
     hpml_distribute_free(dist);                                             /* each rank goes on alone */
     hpml_trainer_step(t, cases, answers, 4, NULL);
