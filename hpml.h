@@ -1366,8 +1366,8 @@ typedef struct hpml_trainer_desc {
     hpml_tensor  *output;          /* required, (B, ..): read by hpml_trainer_predict and for the accuracy */
     hpml_loss     loss;            /* the loss that the trainer records, from output and a target input that it adds */
     hpml_tensor  *loss_tensor;     /* not NULL: your own scalar instead of `loss`; `target` is then required */
-    hpml_tensor  *target;          /* with loss_tensor: the input that receives y. For a loss without targets: .input itself,
-                                      and data whose y is the same array as x */
+    hpml_tensor  *target;          /* with loss_tensor: the input that receives y; without targets: .input
+                                      itself, and data whose y is the same array as x */
     hpml_tensor *const *extra;     /* (extra_count) further inputs, such as masks and second targets, which receive the
                                       arrays `extra` of data sets, in this order */
     int32_t       extra_count;     /* 0 to HPML_MAX_EXTRA */
