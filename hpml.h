@@ -1479,6 +1479,10 @@ typedef struct hpml_metrics {
                            mean); 0 for other losses and for targets that are all equal */
     double   precision; /* BCE: part of the outputs above 0 whose target is above 1/2; -1: no such output, other loss */
     double   recall;    /* BCE: part of the targets above 1/2 whose output is above 0; -1: no such target, other loss */
+    bool     want_auc;  /* in: true: computes auc, for which 8 bytes for each output are kept until the end */
+    double   auc;       /* BCE with want_auc: area under the ROC curve: of all pairs of an output whose target is above
+                           1/2 and one whose target is not, the part in which the first output is larger; equal outputs
+                           count 1/2. Each rank computes it from all data. -1: no such pair, other loss, not wanted */
 } hpml_metrics;
 
 /* The results of an epoch, or of the part of an epoch that a call of fit trained on. */
@@ -3197,6 +3201,7 @@ HPMLI_FN void hpmli_gemm_blocks(hpml_ctx *ctx, int64_t l2, int64_t l3)
 /* Returns the number of floats in which a thread packs a block of B, and behind it a block of A. */
 HPMLI_FN int64_t hpmli_gemm_packing(const hpml_ctx *ctx)
 {
+    if (HPMLI_SMALL) return 0; /* products pack nothing */
     return ctx->gemm_nc * HPMLI_GEMM_KC + (ctx->gemm_mc + 16) * (HPMLI_GEMM_KC + 16);
 }
 
@@ -3204,7 +3209,8 @@ HPMLI_FN int64_t hpmli_gemm_packing(const hpml_ctx *ctx)
    and one array for partial sums. */
 HPMLI_FN size_t hpmli_gemm_bytes(const hpml_ctx *ctx, int64_t more)
 {
-    return (size_t)(ctx->threads * (hpmli_gemm_packing(ctx) + more) + HPMLI_GEMM_SUMS) * sizeof(float);
+    return (size_t)(ctx->threads * (hpmli_gemm_packing(ctx) + more) + (HPMLI_SMALL ? 0 : HPMLI_GEMM_SUMS)) *
+           sizeof(float);
 }
 
 /* Makes sure that the context has working memory for products, with at least `more` floats for each thread behind its
@@ -3214,6 +3220,7 @@ HPMLI_FN size_t hpmli_gemm_bytes(const hpml_ctx *ctx, int64_t more)
 HPMLI_FN bool hpmli_gemm_reserve(hpml_ctx *ctx, int64_t more)
 {
     if (ctx->gemm_ws && ctx->gemm_floats >= hpmli_gemm_packing(ctx) + more) return true;
+    if (hpmli_gemm_bytes(ctx, more) == 0) return true;
     hpmli_free(ctx, ctx->gemm_ws);
     ctx->gemm_ws     = (float *)hpmli_alloc(ctx, hpmli_gemm_bytes(ctx, more)); /* not zeroed */
     ctx->gemm_floats = hpmli_gemm_packing(ctx) + more;
@@ -13239,6 +13246,7 @@ struct hpml_trainer {
     const void         *x, *y;           /* host: inputs and targets of a batch; graphs with parts copy from it */
     hpml_tensor        *extra[HPML_MAX_EXTRA]; /* (d.extra_count) further inputs */
     const void *const  *given;           /* host: given[k]: a batch for .extra[k]; NULL: .extra keep their values */
+    struct hpmli_scores *scores;         /* outputs of an evaluation that wants the area under the ROC curve, or NULL */
     float              *batch_out;       /* host: outputs of a batch, from a hook `pass`; NULL: none needed yet */
     bool                evaluating;      /* true: a hook `pass` runs for evaluate or predict */
     hpmli_named_array  *states;          /* list of the arrays named by hpml_trainer_add_state */
@@ -14783,6 +14791,50 @@ HPMLI_FN void hpmli_tally_read(const hpmli_tally *s, hpml_loss loss, hpml_metric
     m->recall    = loss == HPML_LOSS_BCE ? hpmli_part_of(s->found, s->wanted) : -1;
 }
 
+/* The outputs of an evaluation, for the area under the ROC curve: numbers that grow with the output, and whose lowest
+   bit is 1 where the target is above 1/2. */
+typedef struct hpmli_scores {
+    uint64_t *key;             /* (count) */
+    int64_t   count, capacity;
+} hpmli_scores;
+
+HPMLI_FN bool hpmli_scores_add(hpml_ctx *ctx, hpmli_scores *s, const float *y, const float *target, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) {
+        const float y0 = y[i] + 0.0f; /* -0 becomes 0 */
+        uint32_t    bits;
+        memcpy(&bits, &y0, sizeof bits);
+        bits = bits >> 31 ? ~bits : bits | UINT32_C(1) << 31;
+        if (!hpmli_grow(ctx, &s->key, s->count, &s->capacity, sizeof *s->key)) return false;
+        s->key[s->count++] = (uint64_t)bits << 1 | (target[i] > 0.5f);
+    }
+    return true;
+}
+
+HPMLI_FN int hpmli_score_order(const void *a, const void *b) /* for qsort */
+{
+    uint64_t x, y;
+    memcpy(&x, a, sizeof x);
+    memcpy(&y, b, sizeof y);
+    return x < y ? -1 : x > y;
+}
+
+/* Returns the area under the ROC curve (hpml_metrics.auc), by one walk over the sorted outputs: each group of equal
+   outputs adds its pairs with smaller outputs, and half of the pairs within the group. */
+HPMLI_FN double hpmli_scores_area(hpmli_scores *s)
+{
+    double below = 0, above = 0, pairs = 0; /* outputs so small or smaller, by target: not above 1/2; above 1/2 */
+    if (s->count > 0) qsort(s->key, (size_t)s->count, sizeof *s->key, hpmli_score_order);
+    for (int64_t i = 0, end; i < s->count; i = end) {
+        double group[2] = { 0, 0 };
+        for (end = i; end < s->count && s->key[end] >> 1 == s->key[i] >> 1; end++) group[s->key[end] & 1]++;
+        pairs += group[1] * (below + group[0] / 2);
+        below += group[0];
+        above += group[1];
+    }
+    return hpmli_part_of(pairs, below * above);
+}
+
 /* Adds n outputs y and their targets to the sums, for losses whose targets are numbers. */
 HPMLI_FN void hpmli_tally_outputs(hpmli_tally *s, hpml_loss loss, const float *y, const float *target, int64_t n)
 {
@@ -15373,6 +15425,7 @@ HPMLI_FN void hpmli_evaluate_outputs(hpml_trainer *t, const float *target, int64
     if (!y) return;
     if (y == t->host_out) hpmli_read_floats(t->ctx, out, n, t->host_out);
     hpmli_tally_outputs(s, t->d.loss, y, target, n);
+    if (t->scores && t->d.loss == HPML_LOSS_BCE) hpmli_scores_add(t->ctx, t->scores, y, target, n);
 }
 
 /* Evaluates one batch, whose first sample is number `first` of the data, and adds it to the sums. False: an error. */
@@ -15428,10 +15481,17 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
     double start = hpml_now();
     if (!t || !out) return HPML_ERR_ARGUMENT;
     if (!hpmli_trainer_joined(t, "evaluate", 3)) return t->ctx->status;
-    int64_t *confusion = out->confusion;
+    int64_t     *confusion = out->confusion;
+    const bool   want_auc  = out->want_auc;
+    hpmli_scores scores    = HPMLI_ZEROED;
     memset(out, 0, sizeof *out);
     out->confusion     = confusion;
+    out->want_auc      = want_auc;
+    t->scores          = want_auc ? &scores : NULL;
     hpml_status status = hpmli_evaluate(t, data, false, out);
+    t->scores          = NULL;
+    out->auc           = hpmli_scores_area(&scores);
+    hpmli_free(t->ctx, scores.key);
     out->seconds       = hpml_now() - start;
     return status;
 }
