@@ -112,7 +112,12 @@ if [ -z "$HPML_TEST_ALL" ]; then : # test_cuda.sh has nvcc compile hpml.h with h
 elif command -v nvcc >/dev/null; then
     try nvcc -std=c++17 -Xcompiler -Wall,-Wextra,-Wshadow,-fsyntax-only -I. -c "$tmp/body.cu" -o "$tmp/cu.o"
 else skip 1 'no nvcc'; fi
-# The README's lines for CMake and Meson build a program.
+# The README's lines for pkg-config, CMake and Meson.
+awk '/^prefix=/ { on = 1 } /^```$/ { on = 0 } on' README.md >"$tmp/hpml.pc"
+if command -v pkg-config >/dev/null; then
+    PKG_CONFIG_PATH=$tmp pkg-config --cflags --libs hpml >"$tmp/err" 2>&1
+    if grep -q '^-I/.*hpml.o -lm -lpthread' "$tmp/err"; then ok; else bad "the README's hpml.pc"; fi
+else skip 1 'no pkg-config'; fi
 block() { awk -v fence="\`\`\`$1" '$0 == fence { on = 1; next } /^```$/ { on = 0 } on' README.md | sed 's/-O2/-O0/'; }
 mkdir "$tmp/project"
 cp hpml.h "$tmp/project"
