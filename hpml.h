@@ -2400,6 +2400,7 @@ typedef struct hpmli_gemm_part {
    (packed) first. KC is a constant, because it decides the order in which the numbers of a sum are added; a large KC
    touches C less often. MC and NC change no bits; they follow from the sizes of the caches, see hpmli_gemm_blocks. */
 #define HPMLI_GEMM_KC 800
+#define HPMLI_GEMM_CUT 4096   /* products of fewer steps of k are not cut along k */
 #define HPMLI_GEMM_SUMS 65536 /* floats for the partial sums of a product that is cut along k */
 
 /* How >>gemm-words packs values of k, the summed index, in a word of 32 bits: 2 integers, 4 bytes for CPUs that have
@@ -2690,6 +2691,8 @@ struct hpml_ctx {
     float               *gemm_ws;    /* working memory of matrix products, see hpmli_gemm_reserve; NULL: none yet */
     hpmli_word           byte_word, bf16_word; /* how products of bytes and of bf16 pack numbers, see >>gemm-words */
     int64_t              gemm_floats; /* floats of gemm_ws that belong to one thread */
+    int64_t              gemm_side;   /* gemm_ws suffices for products of so many rows, columns and steps of k */
+    size_t               gemm_taken;  /* bytes of gemm_ws */
     hpml_tensor        **params;     /* (param_count) in order of recording */
     int                  param_count;
     int                  param_kept; /* parameters whose op is recorded; an error removes those after them */
@@ -3198,32 +3201,50 @@ HPMLI_FN void hpmli_gemm_blocks(hpml_ctx *ctx, int64_t l2, int64_t l3)
     ctx->gemm_nc = hpmli_max(256, hpmli_min(1024, l3 / 8 / row / 64 * 64));
 }
 
-/* Returns the number of floats in which a thread packs a block of B, and behind it a block of A. */
-HPMLI_FN int64_t hpmli_gemm_packing(const hpml_ctx *ctx)
+/* Returns NC and MC for products of at most `side` rows, columns and steps of k (INT64_MAX: any). */
+HPMLI_FN int64_t hpmli_gemm_nc(const hpml_ctx *ctx, int64_t side)
 {
+    return side < ctx->gemm_nc ? (side + 63) / 64 * 64 : ctx->gemm_nc;
+}
+HPMLI_FN int64_t hpmli_gemm_mc(const hpml_ctx *ctx, int64_t side)
+{
+    return hpmli_min(ctx->gemm_mc, hpmli_max(side, 24));
+}
+
+/* Returns the number of floats in which a thread packs a block of B, and behind it a block of A, of such products. */
+HPMLI_FN int64_t hpmli_gemm_packing(const hpml_ctx *ctx, int64_t side)
+{
+    const int64_t k = hpmli_min(HPMLI_GEMM_KC, side);
     if (HPMLI_SMALL) return 0; /* products pack nothing */
-    return ctx->gemm_nc * HPMLI_GEMM_KC + (ctx->gemm_mc + 16) * (HPMLI_GEMM_KC + 16);
+    return hpmli_gemm_nc(ctx, side) * k + (hpmli_gemm_mc(ctx, side) + 16) * (k + 16);
 }
 
-/* Returns the bytes of the working memory of products for all threads: packing space and `more` floats for each thread,
-   and one array for partial sums. */
-HPMLI_FN size_t hpmli_gemm_bytes(const hpml_ctx *ctx, int64_t more)
+/* Returns the bytes of the working memory of such products for all threads: packing space and `more` floats for each
+   thread, and one array for the partial sums of products that are cut along k (hpmli_gemm_pieces). */
+HPMLI_FN size_t hpmli_gemm_bytes(const hpml_ctx *ctx, int64_t side, int64_t more)
 {
-    return (size_t)(ctx->threads * (hpmli_gemm_packing(ctx) + more) + (HPMLI_SMALL ? 0 : HPMLI_GEMM_SUMS)) *
-           sizeof(float);
+    const int64_t sums = side < HPMLI_GEMM_CUT || HPMLI_SMALL ? 0 : HPMLI_GEMM_SUMS;
+    return (size_t)(ctx->threads * (hpmli_gemm_packing(ctx, side) + more) + sums) * sizeof(float);
 }
 
-/* Makes sure that the context has working memory for products, with at least `more` floats for each thread behind its
-   packing space. Graphs with products take the memory with their own, plain products (hpml_sgemm) at their first use,
-   so that a context that multiplies no matrices has none. False, with an error on the context: no memory. Only the
-   thread that calls the library may call this. */
-HPMLI_FN bool hpmli_gemm_reserve(hpml_ctx *ctx, int64_t more)
+/* Makes sure that the context has working memory for products of at most `side` rows, columns and steps of k, with at
+   least `more` floats for each thread behind its packing space. Graphs with products take the memory with their own,
+   plain products (hpml_sgemm) at their first use, so that a context that multiplies no matrices has none. False, with
+   an error on the context: no memory. Only the thread that calls the library may call this. */
+HPMLI_FN bool hpmli_gemm_reserve(hpml_ctx *ctx, int64_t side, int64_t more)
 {
-    if (ctx->gemm_ws && ctx->gemm_floats >= hpmli_gemm_packing(ctx) + more) return true;
-    if (hpmli_gemm_bytes(ctx, more) == 0) return true;
+    side = hpmli_max(side, ctx->gemm_side);
+    const int64_t floats = hpmli_gemm_packing(ctx, side) + more, spare = hpmli_max(ctx->gemm_floats - floats, 0);
+    const size_t  bytes = hpmli_gemm_bytes(ctx, side, more);
+    ctx->gemm_side = side;
+    if (bytes == 0) return true;
+    if (ctx->gemm_ws && ctx->gemm_floats >= floats &&
+        ctx->gemm_taken >= bytes + (size_t)(ctx->threads * spare) * sizeof(float))
+        return true;
     hpmli_free(ctx, ctx->gemm_ws);
-    ctx->gemm_ws     = (float *)hpmli_alloc(ctx, hpmli_gemm_bytes(ctx, more)); /* not zeroed */
-    ctx->gemm_floats = hpmli_gemm_packing(ctx) + more;
+    ctx->gemm_ws     = (float *)hpmli_alloc(ctx, bytes); /* not zeroed */
+    ctx->gemm_floats = floats;
+    ctx->gemm_taken  = bytes;
     return ctx->gemm_ws != NULL;
 }
 
@@ -3233,7 +3254,8 @@ HPMLI_FN float *hpmli_gemm_space(const hpml_ctx *ctx, int thread) { return ctx->
 /* Returns the part that consists of the whole result of d's first product, for thread number `thread` of the pool. */
 HPMLI_FN hpmli_gemm_part hpmli_gemm_whole(const hpml_ctx *ctx, int thread, const hpmli_gemm_desc *d)
 {
-    hpmli_gemm_part part = { d, 0, 0, d->m, 0, d->n, ctx->gemm_mc, ctx->gemm_nc, hpmli_gemm_space(ctx, thread) };
+    const int64_t   mc = hpmli_gemm_mc(ctx, ctx->gemm_side), nc = hpmli_gemm_nc(ctx, ctx->gemm_side);
+    hpmli_gemm_part part = { d, 0, 0, d->m, 0, d->n, mc, nc, hpmli_gemm_space(ctx, thread) };
     return part;
 }
 
@@ -4012,6 +4034,14 @@ HPMLI_FN bool hpmli_packs(const hpml_node *n)
     const hpml_ctx *ctx = n->out->ctx;
     bool            cpu = ctx->ops == hpml_backend_cpu()->ops || ctx->activation_dtype != HPML_DTYPE_F32;
     return cpu && hpmli_has_trait(n, HPMLI_OP_PACKS);
+}
+/* Returns the most rows, columns and steps of k of the products of n, forward and backward; INT64_MAX: not known. */
+HPMLI_FN int64_t hpmli_product_side(const hpml_node *n)
+{
+    if (n->op != HPML_OP_LINEAR) return INT64_MAX;
+    const hpml_tensor *x = n->src[0], *y = n->out;
+    const int64_t      in = x->shape[x->ndim - 1], out = y->shape[y->ndim - 1];
+    return hpmli_max(hpml_tensor_count(y) / out, hpmli_max(in, out));
 }
 HPMLI_FN bool hpmli_is_collective(const hpml_node *n)
 {
@@ -4869,8 +4899,7 @@ HPMLI_FN void hpmli_init_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_init_job *j = (const hpmli_init_job *)arg;
     int64_t i = task * HPMLI_GRAIN, end = i + HPMLI_GRAIN < j->n ? i + HPMLI_GRAIN : j->n;
-    for (int64_t at = i, run; HPMLI_TRAINS && j->drawn && at < end; at += run) {
-        /* a part gets the numbers of its place in the whole */
+    for (int64_t at = i, run; HPMLI_TRAINS && j->drawn && at < end; at += run) { /* numbers of its place in the whole */
         int64_t place = hpmli_whole_place(j->t, at, &run);
         j->ctx->k->random(j->normal ? HPMLI_NORMAL : HPMLI_UNIFORM, j->w + at, j->ctx->seed, j->stream,
                           (uint64_t)place, hpmli_min(run, end - at));
@@ -5317,6 +5346,7 @@ struct hpml_graph {
     float         *grads;      /* gradients of all parameters, in order of recording, each 64-byte aligned */
     int64_t        grad_count; /* floats */
     size_t         scratch_bytes;
+    int64_t        side;        /* products have at most so many rows, columns and steps of k; 0: there are none */
     int            param_count; /* parameters of the context when the graph was planned */
     int           *param_last;  /* (param_count) node whose backward makes the parameter's gradient final; -1: none */
     int64_t        batch, batch_now; /* samples of a full batch; of the current batch */
@@ -6044,9 +6074,10 @@ HPMLI_FN void hpmli_graph_sum(hpml_graph *g)
         for (int i = p->from; i < p->to; i++) m->host += g->nodes[i]->state->copy_bytes * (size_t)p->slot_count;
     }
     m->packed      = 0;
-    m->products    = 0;
+    g->side        = 0;
     for (int i = 0; i < g->count; i++)
-        if (hpmli_packs(g->nodes[i])) m->products = hpmli_gemm_bytes(g->ctx, 0);
+        if (hpmli_packs(g->nodes[i])) g->side = hpmli_max(g->side, hpmli_product_side(g->nodes[i]));
+    m->products    = g->side > 0 ? hpmli_gemm_bytes(g->ctx, hpmli_max(g->side, g->ctx->gemm_side), 0) : 0;
     for (const hpmli_list *p = g->parts; p < g->parts + g->part_count; p++)
         for (int i = p->from; i < p->to; i++) {
             g->nodes[i]->state->kept_at = m->packed;
@@ -6595,7 +6626,7 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
     if (hpmli_failed(ctx)) return ctx->status;
     if (g->arena) return HPML_OK;
     if (hpml_param_init(ctx) != HPML_OK || !hpmli_graph_whole(g)) return ctx->status;
-    if (g->memory.products > 0 && !hpmli_gemm_reserve(ctx, 0)) return ctx->status;
+    if (g->side > 0 && !hpmli_gemm_reserve(ctx, g->side, 0)) return ctx->status;
     const size_t bytes = g->memory.activations + g->scratch_bytes + g->memory.packed + 64;
     g->arena = (char *)(g->memory.packed > 0 ? hpmli_cpu_zeroed(ctx, bytes, true) : hpmli_device_alloc(ctx, bytes));
     if (g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, hpmli_graph_kept(g, 2));
@@ -7296,7 +7327,7 @@ HPMLI_FN void hpmli_gemm_serial(hpml_ctx *ctx, int thread, const hpmli_gemm_desc
    Returns the number of pieces, 1 to 64; 1 for a batch or a large C. */
 HPMLI_FN int64_t hpmli_gemm_pieces(const hpmli_gemm_desc *d)
 {
-    int64_t pieces = d->k / 2048;
+    int64_t pieces = d->k / (HPMLI_GEMM_CUT / 2);
     if (d->batch != 1 || d->alpha == 0 || d->m * d->n > HPMLI_GEMM_SUMS / 8) return 1;
     if (pieces > HPMLI_GEMM_SUMS / (d->m * d->n)) pieces = HPMLI_GEMM_SUMS / (d->m * d->n);
     return pieces > 64 ? 64 : pieces;
@@ -7371,7 +7402,8 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
     double  elements = (double)d->m * (double)d->n * (double)d->batch;
     /* threads: 1 for a product that takes less time than waking other threads and moving C between caches */
     int64_t want = elements * (double)d->k < 250e3 + 4 * fmin(elements, 65536) ? 1 : ctx->threads;
-    if (!hpmli_gemm_reserve(ctx, 0) || d->m < 1 || d->n < 1 || d->batch < 1) return;
+    if (!hpmli_gemm_reserve(ctx, hpmli_max(d->m, hpmli_max(d->n, d->k)), 0)) return;
+    if (d->m < 1 || d->n < 1 || d->batch < 1) return;
 #ifdef HPML_USE_CBLAS
     if (hpmli_gemm_cblas(ctx, d)) return;
 #endif
@@ -7483,7 +7515,7 @@ HPMLI_FN void hpmli_mixed_task(void *arg, int64_t task, int thread)
 {
     const hpmli_mixed   *j  = (const hpmli_mixed *)arg;
     const hpmli_kernels *k  = j->ctx->k;
-    float *space_a = hpmli_gemm_space(j->ctx, thread) + hpmli_gemm_packing(j->ctx);
+    float *space_a = hpmli_gemm_space(j->ctx, thread) + hpmli_gemm_packing(j->ctx, INT64_MAX);
     float *space_b = space_a + HPMLI_MIXED_BLOCK;
     int64_t across = (j->d.n + j->cols - 1) / j->cols, row = task / across * j->rows, col = task % across * j->cols;
     int64_t k0 = 0;
@@ -7550,7 +7582,7 @@ HPML_API hpml_status hpml_gemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_
     j.type[0] = type_a;
     j.type[1] = type_b;
     if (all_f32 || j.d.k == 0) hpmli_gemm(ctx, &j.d);
-    else if (hpmli_gemm_reserve(ctx, 2 * HPMLI_MIXED_BLOCK)) hpmli_mixed_run(&j);
+    else if (hpmli_gemm_reserve(ctx, INT64_MAX, 2 * HPMLI_MIXED_BLOCK)) hpmli_mixed_run(&j);
     return ctx->status;
 }
 HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
@@ -7609,7 +7641,7 @@ HPMLI_FN bool hpmli_words_of(hpml_ctx *ctx, const char *op, hpmli_word word, boo
     w->ldc   = ldc;
     w->i1    = m;
     w->j1    = n;
-    return hpmli_gemm_reserve(ctx, 0);
+    return hpmli_gemm_reserve(ctx, INT64_MAX, 0);
 }
 
 /* Computes the product w on all threads; on one if the product is small. */
@@ -7679,12 +7711,12 @@ HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t 
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "sgemv: m %lld n %lld lda %lld inc_x %lld inc_y %lld: sizes must not "
                           "be negative, lda not smaller than n, increments 1 or more, and no array NULL", (long long)m,
                           (long long)n, (long long)lda, (long long)inc_x, (long long)inc_y);
-    if (!hpmli_gemm_reserve(ctx, 0)) return ctx->status;
-    if (inc_x > 1 && !trans_a && alpha != 0 && k <= HPMLI_VECTOR) {
+    if (!hpmli_gemm_reserve(ctx, INT64_MAX, 0)) return ctx->status;
+    if (!HPMLI_SMALL && inc_x > 1 && !trans_a && alpha != 0 && k <= HPMLI_VECTOR) {
         x     = hpmli_unit_stride(ctx->gemm_ws, x, inc_x, k);
         inc_x = 1;
     }
-    if (inc_y > 1 && trans_a && rows > 1 && rows <= HPMLI_VECTOR) {
+    if (!HPMLI_SMALL && inc_y > 1 && trans_a && rows > 1 && rows <= HPMLI_VECTOR) {
         to = ctx->gemm_ws;
         if (beta != 0) hpmli_unit_stride(to, y, inc_y, rows);
     }
@@ -11152,7 +11184,7 @@ HPMLI_FN hpml_status hpmli_attention_pass(const hpml_run *run, hpml_node *n)
                               (long long)(cache->shape[1] - T), (long long)cache->shape[1], (long long)T);
     }
     if (cache) hpmli_for_each_parallel(run, n, false, B, 1, hpmli_attention_keep);
-    if (hpmli_gemm_reserve(run->ctx, 0))
+    if (hpmli_gemm_reserve(run->ctx, INT64_MAX, 0))
         hpmli_for_each_parallel(run, n, false, B * n->attr.attention.heads, 1, hpmli_attention_head);
     return run->ctx->status;
 }
@@ -11163,7 +11195,8 @@ HPMLI_FN hpml_status hpmli_attention_back(const hpml_run *run, hpml_node *n)
         return hpmli_fail(run->ctx, HPML_ERR_UNSUPPORTED, "attention \"%s\": with a cache there is no backward pass; "
                           "record the model without .cache to train it", n->out->name);
     const int64_t tasks = n->out->shape[0] * n->attr.attention.kv_heads;
-    if (hpmli_gemm_reserve(run->ctx, 0)) hpmli_for_each_parallel(run, n, true, tasks, 1, hpmli_attention_head_back);
+    if (hpmli_gemm_reserve(run->ctx, INT64_MAX, 0))
+        hpmli_for_each_parallel(run, n, true, tasks, 1, hpmli_attention_head_back);
     return run->ctx->status;
 }
 
@@ -21742,7 +21775,8 @@ HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
         v.swapped = true;
     }
     v.pack_q = v.q_col != 1 || (v.k > 16 && (v.rows > 100 || v.k * (v.q_k & -v.q_k) >= 262144));
-    if (HV(left_operand_is_spread)(v.p_row, v.p_k, v.k, v.cols)) v.packed_p = part->ws + part->nc * HPMLI_GEMM_KC;
+    int64_t k = hpmli_min(v.k, HPMLI_GEMM_KC); /* most rows of a packed block of Q */
+    if (HV(left_operand_is_spread)(v.p_row, v.p_k, v.k, v.cols)) v.packed_p = part->ws + part->nc * k;
     return v;
 }
 /* Returns the distance in floats, in packed P, the left operand, from one tile's rows to the next tile's. The 16 extra
@@ -22328,8 +22362,8 @@ HPMLI_KERNEL void HV(words_part)(const hpmli_words_part *part)
 }
 #endif
 #if HPMLI_SMALL
-/* HPML_NO_TRAINING and HPML_NO_SIMD: programs have short code in place of fast code: tiles of 4 x 4 elements of C, whose
-   operands are not packed. Rows and columns beyond the last are computed as copies of the last, and not stored. */
+/* With HPML_NO_TRAINING and HPML_NO_SIMD a program has short code in place of fast code: tiles of 4 x 4 elements of C,
+   without packed operands. Rows and columns behind the last are computed as copies of the last, and not stored. */
 HPMLI_KERNEL void HV(gemm_part)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
