@@ -942,8 +942,9 @@ typedef struct hpml_memory {
     size_t scratch;     /* working memory of ops; all ops use the same memory */
     size_t packed;      /* weights in the order in which kernels read them; 0 unless the graph predicts or has
                            .keep_packed */
-    size_t products;    /* working memory of matrix products on the CPU, for each thread, a few MB at most; all graphs
-                           of a context use the same */
+    size_t products;    /* working memory of matrix products on the CPU, for each thread: as the largest linear layer
+                           needs it; a few MB if the layer is large, or other ops have products; all graphs of a context
+                           use the same */
     size_t optimizer;   /* state of the optimizer; 0 for a graph without a trainer, and with .host_optimizer on a
                            device, because then the states are in host memory */
     size_t host;        /* copies in host memory of results that are swapped out; not part of total */
@@ -23345,6 +23346,7 @@ HPMLI_FN bool hpmli_cpu_has_byte_dot(const hpmli_kernels *k)
 #endif /* HPML_IMPLEMENTATION */
 
 // CHANGES, the newest first
+//     0.1.0   hpml_metrics.auc; smaller programs with HPML_NO_TRAINING; products of small models take less memory
 //     0.1.0   hpml_fit_desc: validation, early stopping, checkpoints, a log; hpml_model_save and _load; own data
 //     0.1.0   attention with masks, grouped queries, rotary positions and a cache; GRU, states; maps, takes, maxima
 //     0.1.0   default names count the layers of a kind: files with older names load by hpml_params_load_as
