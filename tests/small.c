@@ -48,7 +48,7 @@ static void save(int kind, const char *path)
 }
 #endif
 
-/* What a program that only predicts refuses, each on a context of its own. Returns how many things it does not refuse. */
+/* What a program that only predicts refuses, each on a context of its own. Returns how many things are accepted. */
 static int accepted(void)
 {
     int count = 0;
