@@ -46,7 +46,9 @@
 //                           in about 3/4 of the time
 //     HPML_USE_ZLIB         read gzipped IDX files (-lz)
 //     HPML_USE_CBLAS        large matrix products by a BLAS (cblas.h; -lopenblas)
-//     HPML_NO_TRAINING      no backward passes, optimizers and results in halves: small programs that predict
+//     HPML_NO_TRAINING      small programs that predict: no backward passes, optimizers, results in halves, groups of
+//                           ranks and random first values (parameters are 0 until they are loaded); with HPML_NO_SIMD,
+//                           too, the shortest kernels, which are slower, and no hpml_igemm and hpml_bgemm
 //     HPML_DEBUG            check internal assumptions
 //     HPML_SELF             this file's name, if you renamed it: it includes itself once for each instruction set
 //
@@ -941,8 +943,9 @@ typedef struct hpml_memory {
     size_t scratch;     /* working memory of ops; all ops use the same memory */
     size_t packed;      /* weights in the order in which kernels read them; 0 unless the graph predicts or has
                            .keep_packed */
-    size_t products;    /* working memory of matrix products on the CPU, for each thread, a few MB at most; all graphs
-                           of a context use the same */
+    size_t products;    /* working memory of matrix products on the CPU, for each thread: as the largest linear layer
+                           needs it; a few MB if the layer is large, or other ops have products; all graphs of a context
+                           use the same */
     size_t optimizer;   /* state of the optimizer; 0 for a graph without a trainer, and with .host_optimizer on a
                            device, because then the states are in host memory */
     size_t host;        /* copies in host memory of results that are swapped out; not part of total */
@@ -1479,6 +1482,10 @@ typedef struct hpml_metrics {
                            mean); 0 for other losses and for targets that are all equal */
     double   precision; /* BCE: part of the outputs above 0 whose target is above 1/2; -1: no such output, other loss */
     double   recall;    /* BCE: part of the targets above 1/2 whose output is above 0; -1: no such target, other loss */
+    bool     want_auc;  /* in: true: computes auc, for which 8 bytes for each output are kept until the end */
+    double   auc;       /* BCE with want_auc: area under the ROC curve: of all pairs of an output whose target is above
+                           1/2 and one whose target is not, the part in which the first output is larger; equal outputs
+                           count 1/2. Each rank computes it from all data. -1: no such pair, other loss, not wanted */
 } hpml_metrics;
 
 /* The results of an epoch, or of the part of an epoch that a call of fit trained on. */
@@ -2320,6 +2327,24 @@ __asm__(".macro vmovaps x:vararg\nvmovups \\x\n.endm\n.macro vmovapd x:vararg\nv
 /* True if a is to replace b as the largest value, in a way that keeps NaN: a NaN in b stays, and a NaN in a replaces a
    number in b. */
 #define HPMLI_MAX_OR_NAN(a, b) (!((a) <= (b)) && (b) == (b))
+/* With HPML_NO_TRAINING, HPMLI_TO_TRAIN(function) is NULL, and HPMLI_TRAINS is 0, so that the compiler leaves out code
+   for training. With HPML_NO_SIMD as well, HPMLI_SMALL is 1: short code replaces the fastest kernels, and
+   HPMLI_TO_BE_FAST(function) is NULL. */
+#ifdef HPML_NO_TRAINING
+#define HPMLI_TO_TRAIN(function) NULL
+#define HPMLI_TRAINS 0
+#else
+#define HPMLI_TO_TRAIN(function) function
+#define HPMLI_TRAINS 1
+#endif
+#if defined(HPML_NO_TRAINING) && defined(HPML_NO_SIMD)
+#define HPMLI_SMALL 1
+#define HPMLI_TO_BE_FAST(function) NULL
+#else
+#define HPMLI_SMALL 0
+#define HPMLI_TO_BE_FAST(function) function
+#endif
+#define HPMLI_BACK(job) (HPMLI_TRAINS && (job)->back) /* true in a backward pass */
 #define HPMLI_FN     static __attribute__((unused))
 #define HPMLI_UNUSED __attribute__((unused))
 #define HPMLI_PRINTF(text, args) __attribute__((format(HPML_PRINTF_FORMAT, text, args)))
@@ -2379,6 +2404,7 @@ typedef struct hpmli_gemm_part {
    (packed) first. KC is a constant, because it decides the order in which the numbers of a sum are added; a large KC
    touches C less often. MC and NC change no bits; they follow from the sizes of the caches, see hpmli_gemm_blocks. */
 #define HPMLI_GEMM_KC 800
+#define HPMLI_GEMM_CUT 4096   /* products of fewer steps of k are not cut along k */
 #define HPMLI_GEMM_SUMS 65536 /* floats for the partial sums of a product that is cut along k */
 
 /* How >>gemm-words packs values of k, the summed index, in a word of 32 bits: 2 integers, 4 bytes for CPUs that have
@@ -2671,6 +2697,8 @@ struct hpml_ctx {
     float               *gemm_ws;    /* working memory of matrix products, see hpmli_gemm_reserve; NULL: none yet */
     hpmli_word           byte_word, bf16_word; /* how products of bytes and of bf16 pack numbers, see >>gemm-words */
     int64_t              gemm_floats; /* floats of gemm_ws that belong to one thread */
+    int64_t              gemm_side;   /* gemm_ws suffices for products of so many rows, columns and steps of k */
+    size_t               gemm_taken;  /* bytes of gemm_ws */
     hpml_tensor        **params;     /* (param_count) in order of recording */
     int                  param_count;
     int                  param_kept; /* parameters whose op is recorded; an error removes those after them */
@@ -3179,29 +3207,50 @@ HPMLI_FN void hpmli_gemm_blocks(hpml_ctx *ctx, int64_t l2, int64_t l3)
     ctx->gemm_nc = hpmli_max(256, hpmli_min(1024, l3 / 8 / row / 64 * 64));
 }
 
-/* Returns the number of floats in which a thread packs a block of B, and behind it a block of A. */
-HPMLI_FN int64_t hpmli_gemm_packing(const hpml_ctx *ctx)
+/* Returns NC and MC for products of at most `side` rows, columns and steps of k (INT64_MAX: any). */
+HPMLI_FN int64_t hpmli_gemm_nc(const hpml_ctx *ctx, int64_t side)
 {
-    return ctx->gemm_nc * HPMLI_GEMM_KC + (ctx->gemm_mc + 16) * (HPMLI_GEMM_KC + 16);
+    return side < ctx->gemm_nc ? (side + 63) / 64 * 64 : ctx->gemm_nc;
+}
+HPMLI_FN int64_t hpmli_gemm_mc(const hpml_ctx *ctx, int64_t side)
+{
+    return hpmli_min(ctx->gemm_mc, hpmli_max(side, 24));
 }
 
-/* Returns the bytes of the working memory of products for all threads: packing space and `more` floats for each thread,
-   and one array for partial sums. */
-HPMLI_FN size_t hpmli_gemm_bytes(const hpml_ctx *ctx, int64_t more)
+/* Returns the number of floats in which a thread packs a block of B, and behind it a block of A, of such products. */
+HPMLI_FN int64_t hpmli_gemm_packing(const hpml_ctx *ctx, int64_t side)
 {
-    return (size_t)(ctx->threads * (hpmli_gemm_packing(ctx) + more) + HPMLI_GEMM_SUMS) * sizeof(float);
+    const int64_t k = hpmli_min(HPMLI_GEMM_KC, side);
+    if (HPMLI_SMALL) return 0; /* products pack nothing */
+    return hpmli_gemm_nc(ctx, side) * k + (hpmli_gemm_mc(ctx, side) + 16) * (k + 16);
 }
 
-/* Makes sure that the context has working memory for products, with at least `more` floats for each thread behind its
-   packing space. Graphs with products take the memory with their own, plain products (hpml_sgemm) at their first use,
-   so that a context that multiplies no matrices has none. False, with an error on the context: no memory. Only the
-   thread that calls the library may call this. */
-HPMLI_FN bool hpmli_gemm_reserve(hpml_ctx *ctx, int64_t more)
+/* Returns the bytes of the working memory of such products for all threads: packing space and `more` floats for each
+   thread, and one array for the partial sums of products that are cut along k (hpmli_gemm_pieces). */
+HPMLI_FN size_t hpmli_gemm_bytes(const hpml_ctx *ctx, int64_t side, int64_t more)
 {
-    if (ctx->gemm_ws && ctx->gemm_floats >= hpmli_gemm_packing(ctx) + more) return true;
+    const int64_t sums = side < HPMLI_GEMM_CUT || HPMLI_SMALL ? 0 : HPMLI_GEMM_SUMS;
+    return (size_t)(ctx->threads * (hpmli_gemm_packing(ctx, side) + more) + sums) * sizeof(float);
+}
+
+/* Makes sure that the context has working memory for products of at most `side` rows, columns and steps of k, with at
+   least `more` floats for each thread behind its packing space. Graphs with products take the memory with their own,
+   plain products (hpml_sgemm) at their first use, so that a context that multiplies no matrices has none. False, with
+   an error on the context: no memory. Only the thread that calls the library may call this. */
+HPMLI_FN bool hpmli_gemm_reserve(hpml_ctx *ctx, int64_t side, int64_t more)
+{
+    side = hpmli_max(side, ctx->gemm_side);
+    const int64_t floats = hpmli_gemm_packing(ctx, side) + more, spare = hpmli_max(ctx->gemm_floats - floats, 0);
+    const size_t  bytes = hpmli_gemm_bytes(ctx, side, more);
+    ctx->gemm_side = side;
+    if (bytes == 0) return true;
+    if (ctx->gemm_ws && ctx->gemm_floats >= floats &&
+        ctx->gemm_taken >= bytes + (size_t)(ctx->threads * spare) * sizeof(float))
+        return true;
     hpmli_free(ctx, ctx->gemm_ws);
-    ctx->gemm_ws     = (float *)hpmli_alloc(ctx, hpmli_gemm_bytes(ctx, more)); /* not zeroed */
-    ctx->gemm_floats = hpmli_gemm_packing(ctx) + more;
+    ctx->gemm_ws     = (float *)hpmli_alloc(ctx, bytes); /* not zeroed */
+    ctx->gemm_floats = floats;
+    ctx->gemm_taken  = bytes;
     return ctx->gemm_ws != NULL;
 }
 
@@ -3211,7 +3260,8 @@ HPMLI_FN float *hpmli_gemm_space(const hpml_ctx *ctx, int thread) { return ctx->
 /* Returns the part that consists of the whole result of d's first product, for thread number `thread` of the pool. */
 HPMLI_FN hpmli_gemm_part hpmli_gemm_whole(const hpml_ctx *ctx, int thread, const hpmli_gemm_desc *d)
 {
-    hpmli_gemm_part part = { d, 0, 0, d->m, 0, d->n, ctx->gemm_mc, ctx->gemm_nc, hpmli_gemm_space(ctx, thread) };
+    const int64_t   mc = hpmli_gemm_mc(ctx, ctx->gemm_side), nc = hpmli_gemm_nc(ctx, ctx->gemm_side);
+    hpmli_gemm_part part = { d, 0, 0, d->m, 0, d->n, mc, nc, hpmli_gemm_space(ctx, thread) };
     return part;
 }
 
@@ -3357,7 +3407,7 @@ HPML_API const hpml_group *hpml_ctx_group(const hpml_ctx *ctx, hpml_axis axis)
 {
     static const hpml_group alone = { 0, 1, NULL, hpmli_alone, hpmli_alone, hpmli_alone_copy, hpmli_alone_copy,
                                       hpmli_alone_copy, hpmli_alone_pass, hpmli_alone_bcast };
-    bool set = ctx && (int)axis >= 0 && axis < HPML_AXES && ctx->groups[axis].size > 0;
+    bool set = HPMLI_TRAINS && ctx && (int)axis >= 0 && axis < HPML_AXES && ctx->groups[axis].size > 0;
     return set ? &ctx->groups[axis] : &alone;
 }
 
@@ -3371,6 +3421,9 @@ HPML_API hpml_status hpml_ctx_set_group(hpml_ctx *ctx, hpml_axis axis, const hpm
 {
     const hpml_group none = HPMLI_ZEROED;
     if (!ctx || ctx->status != HPML_OK) return hpml_ctx_status(ctx);
+    if (!HPMLI_TRAINS)
+        return hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "set_group of the %s axis, but this program was built with "
+                          "HPML_NO_TRAINING, where each rank has whole models", hpml_axis_name(axis));
     if ((int)axis < 0 || axis >= HPML_AXES)
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "set_group: no axis %d, expected 0 to %d", (int)axis, HPML_AXES - 1);
     if (ctx->node_count > 0 || ctx->param_count > 0)
@@ -3975,12 +4028,11 @@ enum {
 /* An entry of the table of ops; hpmli_op_of returns the entry of a node's op. */
 typedef struct hpmli_op_info {
     unsigned (*needs)(const hpml_node *n);            /* HPMLI_NEED_* and HPMLI_INPLACE of this node */
-    double (*flops)(const hpml_node *n, bool back);   /* operations of one forward or backward pass */
-    unsigned     traits;                              /* HPMLI_OP_* flags */
-    hpml_op_impl run;
+    unsigned traits;                                  /* HPMLI_OP_* flags */
 } hpmli_op_info;
 HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op); /* the table is defined behind all ops, in >>backend */
 HPMLI_FN const hpmli_op_info *hpmli_op_of(const hpml_node *n) { return hpmli_op_row(n->op); }
+HPMLI_FN double hpmli_flops_of(const hpml_node *n, bool back); /* operations of a pass of n */
 HPMLI_FN bool hpmli_has_trait(const hpml_node *n, unsigned trait) { return (hpmli_op_of(n)->traits & trait) != 0; }
 /* True if n is an op that the CPU computes, by products that pack matrices. */
 HPMLI_FN bool hpmli_packs(const hpml_node *n)
@@ -3989,13 +4041,21 @@ HPMLI_FN bool hpmli_packs(const hpml_node *n)
     bool            cpu = ctx->ops == hpml_backend_cpu()->ops || ctx->activation_dtype != HPML_DTYPE_F32;
     return cpu && hpmli_has_trait(n, HPMLI_OP_PACKS);
 }
+/* Returns the most rows, columns and steps of k of the products of n, forward and backward; INT64_MAX: not known. */
+HPMLI_FN int64_t hpmli_product_side(const hpml_node *n)
+{
+    if (n->op != HPML_OP_LINEAR) return INT64_MAX;
+    const hpml_tensor *x = n->src[0], *y = n->out;
+    const int64_t      in = x->shape[x->ndim - 1], out = y->shape[y->ndim - 1];
+    return hpmli_max(hpml_tensor_count(y) / out, hpmli_max(in, out));
+}
 HPMLI_FN bool hpmli_is_collective(const hpml_node *n)
 {
     return n->op == HPML_OP_CUSTOM && n->attr.custom->collective;
 }
 HPML_API const char *hpml_op_name(hpml_op op)
 {
-    static const char *const names[] = {
+    static const char names[][20] = { /* no pointers, which take space and a relocation each */
 #define HPMLI_OP_NAME(op, name) #name,
         HPML_OPS(HPMLI_OP_NAME)
     };
@@ -4017,12 +4077,6 @@ HPMLI_FN double hpmli_flops_product(const hpml_node *n, bool back, int64_t inner
     return 2 * (double)hpml_tensor_count(n->out) * (double)inner * (back ? products : 1);
 }
 
-#ifdef HPML_NO_TRAINING
-#define HPMLI_TO_TRAIN(function) NULL
-#else
-#define HPMLI_TO_TRAIN(function) function /* functions that HPML_NO_TRAINING leaves out */
-#endif
-
 /* Defines an op and its entry in the table of ops. traits, needs: HPMLI_OP_, HPMLI_NEED_ bits; flops: a number from `n`
    and `back` (backward); forward, backward: statements with `run` and `n`, which return a status on failure. */
 #define HPMLI_OP(name, traits, needs, flops, forward, backward)                                                        \
@@ -4038,9 +4092,7 @@ HPMLI_FN double hpmli_flops_product(const hpml_node *n, bool back, int64_t inner
         backward;                                                                                                      \
         return HPML_OK;                                                                                                \
     }                                                                                                                  \
-    static const hpmli_op_info hpmli_##name##_op = {                                                                   \
-        hpmli_##name##_needs, hpmli_##name##_flops, traits,                                                            \
-        { hpmli_##name##_forward, HPMLI_TO_TRAIN(hpmli_##name##_backward) } }
+    enum { hpmli_##name##_traits = traits }
 
 /* A loop over independent items (rows, planes, channels, chunks of elements), as most ops are: calls fn for each of
    `count` items; `per_task` items make one task of the thread pool. */
@@ -4137,7 +4189,7 @@ HPMLI_FN hpml_status hpmli_cut_join(const hpml_group *g, hpmli_cut c, const floa
 
 HPMLI_FN bool hpmli_is_split(const hpml_tensor *t)
 {
-    for (int i = 0; i < t->ndim; i++)
+    for (int i = 0; HPMLI_TRAINS && i < t->ndim; i++)
         if (t->split[i]) return true;
     return false;
 }
@@ -4179,7 +4231,7 @@ HPMLI_FN const char *hpmli_split_text(const hpml_tensor *t)
 {
     hpmli_text_buffer b = hpmli_text_begin(t->ctx->texts[t->ctx->text_count++ % 8], sizeof t->ctx->texts[0]);
     const char       *more = "split over the";
-    for (int i = 0; i < t->ndim; i++) {
+    for (int i = 0; HPMLI_TRAINS && i < t->ndim; i++) {
         if (!t->split[i]) continue;
         hpmli_text_add(&b, "%s %s axis along dimension %d", more, hpml_axis_name((hpml_axis)t->split[i]), i);
         if (hpmli_sections(t, i) > 1) hpmli_text_add(&b, " in %lld sections", (long long)hpmli_sections(t, i));
@@ -4291,6 +4343,7 @@ HPMLI_FN bool hpmli_split_pair(const char *op, hpml_tensor **src, int ndim, int8
     bool copy[2] = { false, false };
     memset(split, 0, HPML_MAX_DIMS);
     *sections = 0;
+    if (!HPMLI_TRAINS) return true;
     for (int k = 1; k <= ndim && (hpmli_is_split(src[0]) || hpmli_is_split(src[1])); k++) {
         int d[2] = { src[0]->ndim - k, src[1]->ndim - k };
         int axis[2], of;
@@ -4852,13 +4905,13 @@ HPMLI_FN void hpmli_init_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_init_job *j = (const hpmli_init_job *)arg;
     int64_t i = task * HPMLI_GRAIN, end = i + HPMLI_GRAIN < j->n ? i + HPMLI_GRAIN : j->n;
-    for (int64_t at = i, run; j->drawn && at < end; at += run) { /* a part gets the numbers of its place in the whole */
+    for (int64_t at = i, run; HPMLI_TRAINS && j->drawn && at < end; at += run) { /* numbers of its place in the whole */
         int64_t place = hpmli_whole_place(j->t, at, &run);
         j->ctx->k->random(j->normal ? HPMLI_NORMAL : HPMLI_UNIFORM, j->w + at, j->ctx->seed, j->stream,
                           (uint64_t)place, hpmli_min(run, end - at));
     }
     for (; i < end; i++)
-        if (!j->drawn) j->w[i] = (float)j->scale;
+        if (!HPMLI_TRAINS || !j->drawn) j->w[i] = (float)j->scale;
         else j->w[i] = (float)(j->scale * (j->normal ? (double)j->w[i] : 2 * (double)j->w[i] - 1));
 }
 
@@ -4885,6 +4938,7 @@ HPMLI_FN void hpmli_init_values(hpml_ctx *ctx, const hpml_tensor *t, float *w)
     case HPML_INIT_ONES: j.scale = 1; break;
     }
     j.drawn  = p->init != HPML_INIT_ZEROS && p->init != HPML_INIT_ONES;
+    if (!HPMLI_TRAINS && j.drawn) return; /* the values are 0 until they are loaded */
     j.normal = p->init == HPML_INIT_KAIMING_NORMAL || p->init == HPML_INIT_XAVIER_NORMAL || p->init == HPML_INIT_NORMAL;
     hpmli_parallel(ctx, (j.n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_init_task, &j);
 }
@@ -5298,6 +5352,7 @@ struct hpml_graph {
     float         *grads;      /* gradients of all parameters, in order of recording, each 64-byte aligned */
     int64_t        grad_count; /* floats */
     size_t         scratch_bytes;
+    int64_t        side;        /* products have at most so many rows, columns and steps of k; 0: there are none */
     int            param_count; /* parameters of the context when the graph was planned */
     int           *param_last;  /* (param_count) node whose backward makes the parameter's gradient final; -1: none */
     int64_t        batch, batch_now; /* samples of a full batch; of the current batch */
@@ -5377,14 +5432,20 @@ HPMLI_FN hpml_node *hpmli_base(const hpmli_list *p, hpml_node *n)
     return n;
 }
 
-HPMLI_FN bool hpmli_goes_back(const hpml_graph *g, const hpml_node *n) { return g->loss && n->out->needs_grad; }
+HPMLI_FN bool hpmli_goes_back(const hpml_graph *g, const hpml_node *n)
+{
+    return HPMLI_TRAINS && g->loss && n->out->needs_grad;
+}
 /* True if g runs on the CPU's own ops, which can keep packed weights from pass to pass. */
 HPMLI_FN bool hpmli_can_keep(const hpml_graph *g) { return g->ctx->ops == hpml_backend_cpu()->ops; }
 /* True if g predicts on the CPU's own ops, which then save memory and time (hpml_graph_desc). */
 HPMLI_FN bool hpmli_predicts_lean(const hpml_graph *g) { return g->predicts && hpmli_can_keep(g); }
 
 /* True if `move` is the backward pass of a node, or the second half of its backward pass (WEIGHTS). */
-HPMLI_FN bool hpmli_is_back(hpmli_move move) { return move == HPMLI_BACKWARD || move == HPMLI_WEIGHTS; }
+HPMLI_FN bool hpmli_is_back(hpmli_move move)
+{
+    return HPMLI_TRAINS && (move == HPMLI_BACKWARD || move == HPMLI_WEIGHTS);
+}
 
 /* True if the first half of n's backward pass leaves dz in the memory of dy. Where results are stored as halves
    (>>half) it does not, because dz is in an f32 copy; the second half then computes dz again. */
@@ -5517,7 +5578,7 @@ HPMLI_FN void hpmli_late_choose(const hpml_graph *g, const hpmli_list *p, hpml_n
 {
     n->state->late   = 0;
     n->state->second = false;
-    for (int s = 0; g->halves && hpmli_goes_back(g, n) && s < n->src_count; s++) {
+    for (int s = 0; HPMLI_TRAINS && g->halves && hpmli_goes_back(g, n) && s < n->src_count; s++) {
         const hpml_tensor *w    = n->src[s];
         bool               late = w && hpmli_trainable(w);
         for (int i = p->from; i < p->to && late; i++) {
@@ -5541,7 +5602,7 @@ HPMLI_FN void hpmli_part_choose(hpml_graph *g, const hpmli_list *p)
         for (int move = 0; move < HPMLI_MOVES; move++) state->at[move] = -1;
         hpmli_late_choose(g, p, g->nodes[i]);
     }
-    for (int last = p->to - 1, first; g->loss && last >= p->from; last = first - 1) {
+    for (int last = p->to - 1, first; HPMLI_TRAINS && g->loss && last >= p->from; last = first - 1) {
         first = hpmli_segment_first(g, p, last);
         if (g->nodes[last]->state->how != HPML_RETAIN_KEEP) hpmli_segment_choose(g, p, first, last + 1);
     }
@@ -5567,8 +5628,8 @@ HPMLI_FN double hpmli_entry_time(const hpml_graph *g, const hpmli_entry *e)
     const hpml_node *n     = g->nodes[e->node];
     const double     bytes = (double)hpmli_tensor_bytes(n->out), saved = (double)n->saved_bytes;
     if (e->move == HPMLI_OUT || e->move == HPMLI_IN) return ((n->state->relives ? bytes : 0) + saved) * g->ops_per_byte;
-    if (e->move == HPMLI_FORWARD || e->move == HPMLI_AGAIN) return hpmli_op_of(n)->flops(n, false) + bytes;
-    return e->move == HPMLI_BACKWARD && hpmli_goes_back(g, n) ? hpmli_op_of(n)->flops(n, true) + bytes : 0;
+    if (e->move == HPMLI_FORWARD || e->move == HPMLI_AGAIN) return hpmli_flops_of(n, false) + bytes;
+    return e->move == HPMLI_BACKWARD && hpmli_goes_back(g, n) ? hpmli_flops_of(n, true) + bytes : 0;
 }
 
 /* Adds to the list p the entry GONE of each swapped node in [node, to) whose copy to the host is done by time `now`;
@@ -5590,6 +5651,7 @@ HPMLI_FN void hpmli_list_forward(hpml_graph *g, hpmli_list *p)
     int    gone = p->from;    /* nodes before this one have their GONE, if they are swapped */
     for (int i = p->from; i < p->to; i++) {
         hpmli_entry_add(g, p, i, HPMLI_FORWARD);
+        if (!HPMLI_TRAINS) continue;
         now += hpmli_entry_time(g, &p->entries[p->entry_count - 1]);
         gone = hpmli_list_gone(g, p, gone, i, now);
         if (!g->nodes[i]->state->swapped) continue;
@@ -5598,7 +5660,7 @@ HPMLI_FN void hpmli_list_forward(hpml_graph *g, hpmli_list *p)
         g->nodes[i]->state->copied = free;
         if (!hpmli_copies_ahead(g)) gone = hpmli_list_gone(g, p, gone, i + 1, HUGE_VAL);
     }
-    hpmli_list_gone(g, p, gone, p->to, HUGE_VAL);
+    if (HPMLI_TRAINS) hpmli_list_gone(g, p, gone, p->to, HUGE_VAL);
     p->turn = p->entry_count;
 }
 
@@ -5656,6 +5718,8 @@ HPMLI_FN bool hpmli_part_list(hpml_graph *g, hpmli_list *p)
     if (!p->entries) return false;
     hpmli_part_choose(g, p);
     hpmli_list_forward(g, p);
+    p->late = p->entry_count;
+    if (!HPMLI_TRAINS) return true;
     for (int last = p->to - 1, first; g->loss && last >= p->from; last = first - 1) {
         first = hpmli_segment_first(g, p, last);
         for (int i = first; i <= last; i++)
@@ -5705,7 +5769,7 @@ HPMLI_FN int hpmli_life_at(const hpmli_plan *pl, const hpml_tensor *t, int time)
     hpml_node *n = hpmli_node_in(pl->p, t);
     if (!n) return 0;
     const struct hpmli_node_state *base = hpmli_base(pl->p, n)->state;
-    return base->relives && time >= base->at[HPMLI_AGAIN];
+    return HPMLI_TRAINS && base->relives && time >= base->at[HPMLI_AGAIN];
 }
 
 /* Notes that entry number `time` of the plan's list reads (`reads`) or writes t; if t is the result of a reshape, also
@@ -5974,7 +6038,7 @@ HPMLI_FN bool hpmli_part_plan(hpml_graph *g, hpmli_list *p)
     hpmli_graph_apply_batch(g);
     hpmli_plan_values(&pl);
     hpmli_plan_roots(&pl);
-    if (g->loss) hpmli_plan_grads(&pl);
+    if (HPMLI_TRAINS && g->loss) hpmli_plan_grads(&pl);
     hpmli_plan_lives(&pl);
     hpmli_graph_restore_batch(g);
     hpmli_free(ctx, pl.uses);
@@ -5988,7 +6052,8 @@ HPMLI_FN bool hpmli_part_plan(hpml_graph *g, hpmli_list *p)
 HPMLI_FN double hpmli_entry_cost(const hpml_graph *g, const hpmli_entry *e)
 {
     const hpml_node *n = g->nodes[e->node];
-    if (e->move == HPMLI_AGAIN) return hpmli_op_of(n)->flops(n, false) + (double)hpmli_tensor_bytes(n->out);
+    if (!HPMLI_TRAINS) return 0;
+    if (e->move == HPMLI_AGAIN) return hpmli_flops_of(n, false) + (double)hpmli_tensor_bytes(n->out);
     if (e->move == HPMLI_OUT || e->move == HPMLI_IN) return (double)n->state->copy_bytes * g->ops_per_byte;
     return 0;
 }
@@ -6015,9 +6080,10 @@ HPMLI_FN void hpmli_graph_sum(hpml_graph *g)
         for (int i = p->from; i < p->to; i++) m->host += g->nodes[i]->state->copy_bytes * (size_t)p->slot_count;
     }
     m->packed      = 0;
-    m->products    = 0;
+    g->side        = 0;
     for (int i = 0; i < g->count; i++)
-        if (hpmli_packs(g->nodes[i])) m->products = hpmli_gemm_bytes(g->ctx, 0);
+        if (hpmli_packs(g->nodes[i])) g->side = hpmli_max(g->side, hpmli_product_side(g->nodes[i]));
+    m->products    = g->side > 0 ? hpmli_gemm_bytes(g->ctx, hpmli_max(g->side, g->ctx->gemm_side), 0) : 0;
     for (const hpmli_list *p = g->parts; p < g->parts + g->part_count; p++)
         for (int i = p->from; i < p->to; i++) {
             g->nodes[i]->state->kept_at = m->packed;
@@ -6566,7 +6632,7 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
     if (hpmli_failed(ctx)) return ctx->status;
     if (g->arena) return HPML_OK;
     if (hpml_param_init(ctx) != HPML_OK || !hpmli_graph_whole(g)) return ctx->status;
-    if (g->memory.products > 0 && !hpmli_gemm_reserve(ctx, 0)) return ctx->status;
+    if (g->side > 0 && !hpmli_gemm_reserve(ctx, g->side, 0)) return ctx->status;
     const size_t bytes = g->memory.activations + g->scratch_bytes + g->memory.packed + 64;
     g->arena = (char *)(g->memory.packed > 0 ? hpmli_cpu_zeroed(ctx, bytes, true) : hpmli_device_alloc(ctx, bytes));
     if (g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, hpmli_graph_kept(g, 2));
@@ -6665,7 +6731,7 @@ HPMLI_FN hpml_status hpmli_node_hooks(hpml_graph *g, hpmli_hook which, const hpm
     const hpmli_list *part   = hpmli_part_now(g);
     hpml_status       status = HPML_OK;
     bool              called = which == HPMLI_HOOK_NEED ? g->any.need != NULL : g->any.release != NULL;
-    for (int s = 0; called && s < n->src_count && status == HPML_OK; s++) {
+    for (int s = 0; HPMLI_TRAINS && called && s < n->src_count && status == HPML_OK; s++) {
         const hpml_tensor *p = n->src[s];
         if (!hpmli_is_hooked(n, s)) continue;
         if (which == HPMLI_HOOK_NEED || hpmli_is_last_reader(g, part, n->state->at[move], p))
@@ -7010,6 +7076,10 @@ HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const h
     for (int k = start + (int)pass->from; k < start + pass->to && status == HPML_OK; k++) {
         const hpmli_entry *e = &p->entries[k];
         g->entry = k;
+        if (!HPMLI_TRAINS) {
+            status = hpmli_run_node(g, run, e->node, HPMLI_FORWARD);
+            continue;
+        }
         hpmli_entries_point(g, p, k, k + 1);
         switch (e->move) {
         case HPMLI_FORWARD:
@@ -7029,7 +7099,7 @@ HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const h
         case HPMLI_MOVES: break;
         }
     }
-    if (status != HPML_OK) hpmli_swap_wait(g, INT64_MAX);
+    if (HPMLI_TRAINS && status != HPML_OK) hpmli_swap_wait(g, INT64_MAX);
     return status;
 }
 
@@ -7113,6 +7183,9 @@ HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step
 {
     hpml_status status = hpml_graph_alloc(g);
     if (status != HPML_OK) return status;
+    if (train && !HPMLI_TRAINS)
+        return hpmli_fail(g->ctx, HPML_ERR_UNSUPPORTED, "graph forward: `train`, but this program was built with "
+                          "HPML_NO_TRAINING, so that it only predicts; pass false");
     if (train && g->predicts)
         return hpmli_fail(g->ctx, HPML_ERR_STATE, "graph forward: `train` in a graph that predicts (.predict), whose "
                           "batchnorm and dropout only evaluate; pass false, or plan a graph without .predict");
@@ -7260,7 +7333,7 @@ HPMLI_FN void hpmli_gemm_serial(hpml_ctx *ctx, int thread, const hpmli_gemm_desc
    Returns the number of pieces, 1 to 64; 1 for a batch or a large C. */
 HPMLI_FN int64_t hpmli_gemm_pieces(const hpmli_gemm_desc *d)
 {
-    int64_t pieces = d->k / 2048;
+    int64_t pieces = d->k / (HPMLI_GEMM_CUT / 2);
     if (d->batch != 1 || d->alpha == 0 || d->m * d->n > HPMLI_GEMM_SUMS / 8) return 1;
     if (pieces > HPMLI_GEMM_SUMS / (d->m * d->n)) pieces = HPMLI_GEMM_SUMS / (d->m * d->n);
     return pieces > 64 ? 64 : pieces;
@@ -7335,17 +7408,18 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
     double  elements = (double)d->m * (double)d->n * (double)d->batch;
     /* threads: 1 for a product that takes less time than waking other threads and moving C between caches */
     int64_t want = elements * (double)d->k < 250e3 + 4 * fmin(elements, 65536) ? 1 : ctx->threads;
-    if (!hpmli_gemm_reserve(ctx, 0) || d->m < 1 || d->n < 1 || d->batch < 1) return;
+    if (!hpmli_gemm_reserve(ctx, hpmli_max(d->m, hpmli_max(d->n, d->k)), 0)) return;
+    if (d->m < 1 || d->n < 1 || d->batch < 1) return;
 #ifdef HPML_USE_CBLAS
     if (hpmli_gemm_cblas(ctx, d)) return;
 #endif
     hpmli_gemm_job job = { ctx, d, 1, 1, hpmli_gemm_pieces(d), hpmli_gemm_space(ctx, ctx->threads) };
-    if (job.pieces > 1) {
+    if (!HPMLI_SMALL && job.pieces > 1) {
         hpmli_parallel(ctx, job.pieces, hpmli_gemm_split_task, &job);
         for (int64_t i = 0; i < d->m; i++) ctx->k->gemm_sum(d, i, job.sums, job.pieces, d->m * d->n);
         return;
     }
-    if (want == 1) {
+    if (HPMLI_SMALL || want == 1) {
         hpmli_gemm_serial(ctx, 0, d);
         return;
     }
@@ -7447,7 +7521,7 @@ HPMLI_FN void hpmli_mixed_task(void *arg, int64_t task, int thread)
 {
     const hpmli_mixed   *j  = (const hpmli_mixed *)arg;
     const hpmli_kernels *k  = j->ctx->k;
-    float *space_a = hpmli_gemm_space(j->ctx, thread) + hpmli_gemm_packing(j->ctx);
+    float *space_a = hpmli_gemm_space(j->ctx, thread) + hpmli_gemm_packing(j->ctx, INT64_MAX);
     float *space_b = space_a + HPMLI_MIXED_BLOCK;
     int64_t across = (j->d.n + j->cols - 1) / j->cols, row = task / across * j->rows, col = task % across * j->cols;
     int64_t k0 = 0;
@@ -7514,7 +7588,7 @@ HPML_API hpml_status hpml_gemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_
     j.type[0] = type_a;
     j.type[1] = type_b;
     if (all_f32 || j.d.k == 0) hpmli_gemm(ctx, &j.d);
-    else if (hpmli_gemm_reserve(ctx, 2 * HPMLI_MIXED_BLOCK)) hpmli_mixed_run(&j);
+    else if (hpmli_gemm_reserve(ctx, INT64_MAX, 2 * HPMLI_MIXED_BLOCK)) hpmli_mixed_run(&j);
     return ctx->status;
 }
 HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
@@ -7552,6 +7626,9 @@ HPMLI_FN bool hpmli_words_of(hpml_ctx *ctx, const char *op, hpmli_word word, boo
                              int64_t ldc, hpmli_words_part *w)
 {
     if (hpmli_failed(ctx)) return false;
+    if (HPMLI_SMALL)
+        return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "%s, but this program was built with HPML_NO_TRAINING and "
+                           "HPML_NO_SIMD, without products of bytes and of bf16", op);
     if (m < 0 || n < 0 || k < 0 || lda < (trans_a ? m : k) || ldb < (trans_b ? k : n) || ldc < n ||
         (m > 0 && n > 0 && (!c || (k > 0 && (!a || !b)))))
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "%s: m %lld n %lld k %lld lda %lld ldb %lld ldc %lld: sizes must "
@@ -7570,7 +7647,7 @@ HPMLI_FN bool hpmli_words_of(hpml_ctx *ctx, const char *op, hpmli_word word, boo
     w->ldc   = ldc;
     w->i1    = m;
     w->j1    = n;
-    return hpmli_gemm_reserve(ctx, 0);
+    return hpmli_gemm_reserve(ctx, INT64_MAX, 0);
 }
 
 /* Computes the product w on all threads; on one if the product is small. */
@@ -7640,12 +7717,12 @@ HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t 
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "sgemv: m %lld n %lld lda %lld inc_x %lld inc_y %lld: sizes must not "
                           "be negative, lda not smaller than n, increments 1 or more, and no array NULL", (long long)m,
                           (long long)n, (long long)lda, (long long)inc_x, (long long)inc_y);
-    if (!hpmli_gemm_reserve(ctx, 0)) return ctx->status;
-    if (inc_x > 1 && !trans_a && alpha != 0 && k <= HPMLI_VECTOR) {
+    if (!hpmli_gemm_reserve(ctx, INT64_MAX, 0)) return ctx->status;
+    if (!HPMLI_SMALL && inc_x > 1 && !trans_a && alpha != 0 && k <= HPMLI_VECTOR) {
         x     = hpmli_unit_stride(ctx->gemm_ws, x, inc_x, k);
         inc_x = 1;
     }
-    if (inc_y > 1 && trans_a && rows > 1 && rows <= HPMLI_VECTOR) {
+    if (!HPMLI_SMALL && inc_y > 1 && trans_a && rows > 1 && rows <= HPMLI_VECTOR) {
         to = ctx->gemm_ws;
         if (beta != 0) hpmli_unit_stride(to, y, inc_y, rows);
     }
@@ -7816,7 +7893,7 @@ HPMLI_FN void hpmli_binary_task(void *arg, int64_t task, int thread HPMLI_UNUSED
         c = end - i < HPMLI_PIECE ? end - i : HPMLI_PIECE;
         const float *x0 = hpmli_operand(b, 0, run, i, c, pa);
         const float *x1 = hpmli_operand(b, 1, run, i, c, pb);
-        if (b->side < 0) {
+        if (!HPMLI_TRAINS || b->side < 0) {
             b->op(b->n->out->data + run * b->w.run + i, x0, x1, c);
             continue;
         }
@@ -7911,7 +7988,7 @@ HPMLI_FN void hpmli_scale_chunk(const hpmli_work *w, int64_t chunk, int thread H
     const hpml_tensor *x = w->n->src[0], *y = w->n->out;
     int64_t            at = chunk * HPMLI_GRAIN, c = hpmli_min(hpml_tensor_count(y) - at, HPMLI_GRAIN);
     float              a = w->n->attr.scale.a;
-    if (!w->back) w->k->vscale_add(y->data + at, x->data + at, a, w->n->attr.scale.b, c);
+    if (!HPMLI_BACK(w)) w->k->vscale_add(y->data + at, x->data + at, a, w->n->attr.scale.b, c);
     else if (w->n->accumulate[0]) w->k->vaxpby(x->grad + at, a, y->grad + at, 1, c);
     else w->k->vscale_add(x->grad + at, y->grad + at, a, 0, c);
 }
@@ -7957,7 +8034,7 @@ HPMLI_FN void hpmli_act_chunk(const hpmli_work *w, int64_t chunk, int thread HPM
     float           *dz = alone ? n->src[0]->grad : dy;
     if (alone) z = n->src[0]->data;
     int64_t          at = chunk * HPMLI_GRAIN, c = hpmli_min(hpml_tensor_count(n->out) - at, HPMLI_GRAIN);
-    if (!w->back) w->k->act_forward(act, slope, y + at, z + at, c);
+    if (!HPMLI_BACK(w)) w->k->act_forward(act, slope, y + at, z + at, c);
     else w->k->act_backward(act, slope, dz + at, dy + at, z + at, y + at, c, alone && n->accumulate[0]);
 }
 HPMLI_WORK_OP(activation, HPMLI_OP_SPLIT_ANY,
@@ -8004,7 +8081,7 @@ HPMLI_FN void hpmli_map_piece(const hpmli_map_job *j, float *to, const float *dy
             const float a = x[0][i * step[0]], b = x[1][i * step[1]], c = x[2][i * step[2]];                           \
             (void)b;                                                                                                   \
             (void)c;                                                                                                   \
-            if (j->side < 0) to[i] = value;                                                                            \
+            if (!HPMLI_TRAINS || j->side < 0) to[i] = value;                                                           \
             else if (j->side == 0) to[i] = dy[i] * (by_a);                                                             \
             else to[i] = dy[i] * (j->side == 1 ? by_b : by_c);                                                         \
         }                                                                                                              \
@@ -8030,7 +8107,7 @@ HPMLI_FN void hpmli_map_task(void *arg, int64_t row, int thread HPMLI_UNUSED)
     }
     HPMLI_PIECES(i, c, end) {
         for (int s = 0; s < 3; s++) at[s] = x[s] + i * step[s];
-        if (j->side < 0) {
+        if (!HPMLI_TRAINS || j->side < 0) {
             hpmli_map_piece(j, n->out->data + first + i, NULL, at, step, c);
             continue;
         }
@@ -8170,7 +8247,9 @@ HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, 
     bool fits = a->ndim >= 2 && (b->ndim == 2 || b->ndim == a->ndim);
     const int m_k[2] = { a->ndim - (trans_a ? 1 : 2), a->ndim - (trans_a ? 2 : 1) }; /* dimensions m and k of a */
     const int k_n[2] = { b->ndim - (trans_b ? 1 : 2), b->ndim - (trans_b ? 2 : 1) }; /* dimensions k and n of b */
-    if (fits && (!hpmli_split_matmul(src, m_k, k_n, split, &sections, &sum) || !hpmli_recordable(2, src))) return NULL;
+    if (HPMLI_TRAINS && fits &&
+        (!hpmli_split_matmul(src, m_k, k_n, split, &sections, &sum) || !hpmli_recordable(2, src)))
+        return NULL;
     for (int i = 0; i < a->ndim - 2; i++) {
         shape[i] = a->shape[i];
         fits     = fits && (b->ndim == 2 || b->shape[i] == a->shape[i]);
@@ -8248,6 +8327,7 @@ HPMLI_FN bool hpmli_layer_split(const char *op, const char *name, hpml_tensor **
         return hpmli_false(t->ctx, HPML_ERR_ARGUMENT, "%s \"%s\": .split %d with %d sections; expected HPML_SPLIT_OUT, "
                            "or HPML_SPLIT_IN or NONE without sections", op, name ? name : "", (int)*split, sections);
     if (hpml_ctx_group(t->ctx, HPML_AXIS_TENSOR)->size == 1) *split = HPML_SPLIT_NONE;
+    if (!HPMLI_TRAINS) return true;
     if (*split == HPML_SPLIT_IN && t->split[dim] != HPML_AXIS_TENSOR)
         return hpmli_false(t->ctx, HPML_ERR_SHAPE, "%s \"%s\": .split is HPML_SPLIT_IN, and its input %s is %s; split "
                            "the layer before by HPML_SPLIT_OUT, or record hpml_group_split(x, HPML_AXIS_TENSOR, %d)",
@@ -8591,9 +8671,9 @@ HPMLI_FN void hpmli_permute_image(const hpmli_work *w, int64_t image, int thread
 {
     const hpml_tensor *x = w->n->src[0], *y = w->n->out;
     int64_t size = y->stride[0], rows = w->n->attr.permute.dims[1] == 2 ? x->shape[1] : size / x->shape[3];
-    float  *from = (w->back ? y->grad : x->data) + image * size;
-    float  *to   = (w->back ? x->grad : y->data) + image * size;
-    if (w->back) rows = size / rows;
+    float  *from = (HPMLI_BACK(w) ? y->grad : x->data) + image * size;
+    float  *to   = (HPMLI_BACK(w) ? x->grad : y->data) + image * size;
+    if (HPMLI_BACK(w)) rows = size / rows;
     w->k->conv_to_nhwc(to, from, rows, 1, size / rows, size);
 }
 
@@ -8795,15 +8875,15 @@ HPMLI_FN hpmli_taken hpmli_take_rows(const hpml_node *n, const hpmli_dims *s, in
 HPMLI_FN void hpmli_take_row(const hpmli_work *w, const hpmli_dims *s, int64_t o, int64_t i)
 {
     const hpml_node *n = w->n;
-    float *x = (w->back ? n->src[0]->grad : n->src[0]->data) + o * s->size * s->inner;
-    float *y = (w->back ? n->out->grad : n->out->data) + (o * s->m + i) * s->inner;
+    float *x = (HPMLI_BACK(w) ? n->src[0]->grad : n->src[0]->data) + o * s->size * s->inner;
+    float *y = (HPMLI_BACK(w) ? n->out->grad : n->out->data) + (o * s->m + i) * s->inner;
     int64_t width = s->each > 1 ? 1 : s->inner; /* adjacent numbers that come from the same rows of x */
     for (int64_t k = 0; k < s->inner; k += width) {
         hpmli_taken t = hpmli_take_rows(n, s, o, i, k);
-        if (!w->back && t.row[0] < 0) w->k->vfill(y + k, n->attr.take.value, width);
+        if (!HPMLI_BACK(w) && t.row[0] < 0) w->k->vfill(y + k, n->attr.take.value, width);
         for (int r = 0; r < 2 && t.row[r] >= 0; r++) {
             float *at = x + t.row[r] * s->inner + k;
-            if (w->back) w->k->vaxpby(at, t.weight[r], y + k, 1, width);
+            if (HPMLI_BACK(w)) w->k->vaxpby(at, t.weight[r], y + k, 1, width);
             else w->k->vaxpby(y + k, t.weight[r], at, (float)r, width);
         }
     }
@@ -8812,7 +8892,7 @@ HPMLI_FN void hpmli_take_row(const hpmli_work *w, const hpmli_dims *s, int64_t o
 HPMLI_FN void hpmli_take_part(const hpmli_work *w, int64_t o, int thread HPMLI_UNUSED)
 {
     hpmli_dims s = hpmli_dims_of(w->n, w->n->attr.take.dim);
-    if (w->back && !w->n->accumulate[0])
+    if (HPMLI_BACK(w) && !w->n->accumulate[0])
         w->k->vfill(w->n->src[0]->grad + o * s.size * s.inner, 0, s.size * s.inner);
     for (int64_t i = 0; i < s.m; i++) hpmli_take_row(w, &s, o, i);
 }
@@ -8948,7 +9028,7 @@ HPMLI_FN void hpmli_max_part(const hpmli_work *w, int64_t o, int thread HPMLI_UN
     const hpml_node *n = w->n;
     hpmli_dims       s = hpmli_dims_of(n, n->attr.max.dim);
     int32_t         *at = (int32_t *)(n->attr.max.index ? n->out->raw : n->saved) + o * s.inner;
-    if (w->back) {
+    if (HPMLI_BACK(w)) {
         float *dx = n->src[0]->grad + o * s.size * s.inner;
         if (!n->accumulate[0]) w->k->vfill(dx, 0, s.size * s.inner);
         for (int64_t k = 0; k < s.inner; k++) dx[at[k] * s.inner + k] += n->out->grad[o * s.inner + k];
@@ -9151,6 +9231,7 @@ HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
     c.act          = a->conv.act;
     c.weights      = n->src[1] ? n->src[1]->data : NULL;
     c.bias         = n->src[2] ? n->src[2]->data : NULL;
+    if (HPMLI_SMALL) return c;
     hpmli_conv_grids(&c, n);
     if (n->state && n->state->keeps) hpmli_conv_expands(&c);
     if (!c.by_grids) hpmli_conv_scratch(&c, n);
@@ -9208,8 +9289,8 @@ HPMLI_FN bool hpmli_conv_choose(hpml_tensor *x, const int64_t *shape, hpml_attr 
     bool       fits = (size_t)c.scratch_floats * sizeof(float) <= most;
     *bytes = (size_t)c.scratch_floats * sizeof(float);
     a->conv.algorithm = HPML_CONV_DIRECT;
-    if (fits && d->algorithm != HPML_CONV_IM2COL) return true;
-    if (d->algorithm == HPML_CONV_DIRECT || row > most)
+    if (!HPMLI_SMALL && fits && d->algorithm != HPML_CONV_IM2COL) return true;
+    if ((!HPMLI_SMALL && d->algorithm == HPML_CONV_DIRECT) || row > most)
         return hpmli_false(x->ctx, HPML_ERR_ARGUMENT, "conv2d \"%s\": workspace of %zu bytes; direct needs %zu, im2col "
                            "at least %zu: raise it", d->name ? d->name : "", d->workspace, *bytes, row);
     if (d->workspace == 0) most = (size_t)4 << 20; /* bytes: about the size of a cache */
@@ -9322,7 +9403,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
 #define HPMLI_KEPT 16 /* floats: 64 bytes, so that the arrays behind are aligned */
 HPMLI_FN bool hpmli_conv_packs(const hpmli_conv *c)
 {
-    return c->n->attr.conv.algorithm != HPML_CONV_IM2COL && !c->by_grids && !hpmli_conv_is_1x1(c);
+    return !HPMLI_SMALL && c->n->attr.conv.algorithm != HPML_CONV_IM2COL && !c->by_grids && !hpmli_conv_is_1x1(c);
 }
 
 /* Returns the batchnorm that is to be folded into convolution n of g; NULL: none. */
@@ -9592,9 +9673,9 @@ HPMLI_FN void hpmli_conv_by_columns(const hpmli_conv *c, bool back)
     hpml_node   *n  = c->n;
     hpml_tensor *x  = n->src[0], *w = n->src[1], *bias = n->src[2], *y = n->out;
     int64_t      K  = c->C * c->taps, step = n->attr.conv.rows;
-    bool         dw = back && w->grad, dx = back && x->grad;
+    bool         dw = HPMLI_TRAINS && back && w->grad, dx = back && x->grad;
     if (dx && !n->accumulate[0]) memset(x->grad, 0, hpmli_tensor_bytes(x));
-    for (int64_t b = 0; b < c->B && back; b++)
+    for (int64_t b = 0; HPMLI_TRAINS && b < c->B && back; b++)
         hpmli_conv_dz_and_db(c, b, bias ? bias->grad : NULL, b == 0 && !n->accumulate[2]);
     for (int64_t i = 0; i < c->B * c->groups; i++)
         for (int64_t row = 0; row < c->OH; row += step) {
@@ -9629,7 +9710,7 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
     if (!run->train) hpmli_conv_kept(&c);
     hpml_act act  = c.act;
     bool     pack = run->train || hpmli_conv_refresh(&c);
-    if (n->attr.conv.algorithm == HPML_CONV_IM2COL) hpmli_conv_by_columns(&c, false);
+    if (HPMLI_SMALL || n->attr.conv.algorithm == HPML_CONV_IM2COL) hpmli_conv_by_columns(&c, false);
     else if (c.by_grids) hpmli_grids_forward(&c);
     else if (hpmli_conv_is_1x1(&c)) hpmli_conv_1x1(&c, false);
     else {
@@ -9727,7 +9808,7 @@ HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
     int64_t    channels = c.groups * c.OC, panels = hpmli_conv_panels(c.OC);
     c.want_dw = n->src[1]->grad != NULL;
     c.want_db = n->src[2] && n->src[2]->grad;
-    if (n->attr.conv.algorithm == HPML_CONV_IM2COL) {
+    if (HPMLI_SMALL || n->attr.conv.algorithm == HPML_CONV_IM2COL) {
         hpmli_conv_by_columns(&c, true);
         return;
     }
@@ -10310,7 +10391,7 @@ HPMLI_FN void hpmli_max_pool_2x2(const hpmli_work *w, int64_t plane)
     for (int64_t row = 0; row < OH; row++) {
         int64_t from = (plane * H + row * 2) * W, to = (plane * OH + row) * OW;
         float  *won  = (float *)w->n->saved + to;
-        if (w->back) w->k->max_pool_row_back(x->grad + from, won, y->grad + to, W, OW, w->n->accumulate[0]);
+        if (HPMLI_BACK(w)) w->k->max_pool_row_back(x->grad + from, won, y->grad + to, W, OW, w->n->accumulate[0]);
         else w->k->max_pool_row(y->data + to, won, x->data + from, W, OW);
     }
 }
@@ -10324,15 +10405,16 @@ HPMLI_FN void hpmli_pool_plane(const hpmli_work *w, int64_t plane, int thread HP
     int64_t  H = n->src[0]->shape[2], W = n->src[0]->shape[3], r0, r1, c0, c1;
     int64_t  OW = n->out->shape[3], size = n->out->shape[2] * OW;
     int32_t *at = max ? (int32_t *)n->saved + plane * size : NULL; /* where in its plane each window's maximum is */
-    float   *x  = (w->back ? n->src[0]->grad : n->src[0]->data) + plane * H * W;
-    float   *y  = (w->back ? n->out->grad : n->out->data) + plane * size;
+    float   *x  = (HPMLI_BACK(w) ? n->src[0]->grad : n->src[0]->data) + plane * H * W;
+    float   *y  = (HPMLI_BACK(w) ? n->out->grad : n->out->data) + plane * size;
     bool     halves = max && kernel[0] == 2 && kernel[1] == 2 && n->attr.conv.stride[0] == 2;
     halves = halves && n->attr.conv.padding[0] == 0;
-    if (w->back && !n->accumulate[0] && (!halves || H % 2 || W % 2)) memset(x, 0, (size_t)(H * W) * sizeof(float));
+    if (HPMLI_BACK(w) && !n->accumulate[0] && (!halves || H % 2 || W % 2))
+        memset(x, 0, (size_t)(H * W) * sizeof(float));
     if (halves) hpmli_max_pool_2x2(w, plane);
     for (int64_t o = 0; !halves && o < size; o++) {
         double sum = 0;
-        if (max && w->back) {
+        if (max && HPMLI_BACK(w)) {
             x[at[o]] += y[o];
             continue;
         }
@@ -10341,13 +10423,13 @@ HPMLI_FN void hpmli_pool_plane(const hpmli_work *w, int64_t plane, int thread HP
         int64_t best  = r0 * W + c0;
         float   share = max ? 0 : 1 / (float)((r1 - r0) * (c1 - c0));
         for (int64_t r = r0; r < r1; r++)
-            if (w->back) w->k->vscale_add(x + r * W + c0, x + r * W + c0, 1, share * y[o], c1 - c0);
+            if (HPMLI_BACK(w)) w->k->vscale_add(x + r * W + c0, x + r * W + c0, 1, share * y[o], c1 - c0);
             else if (!max) sum += (double)w->k->vsum(x + r * W + c0, c1 - c0);
             else
                 for (int64_t c = c0; c < c1; c++)
                     if (HPMLI_MAX_OR_NAN(x[r * W + c], x[best])) best = r * W + c;
         if (max) at[o] = (int32_t)best;
-        if (!w->back) y[o] = max ? x[best] : (float)sum * share;
+        if (!HPMLI_BACK(w)) y[o] = max ? x[best] : (float)sum * share;
     }
 }
 
@@ -10360,20 +10442,21 @@ HPMLI_FN void hpmli_pool_image(const hpmli_work *w, int64_t image, int thread HP
     int64_t  C = x->shape[3], W = x->shape[2], pixels = x->shape[1] * W, size = y->shape[1] * y->shape[2];
     int64_t  r0, r1, c0, c1;
     int32_t *at   = max ? (int32_t *)n->saved + image * size * C : NULL;
-    float   *from = (w->back ? x->grad : x->data) + image * pixels * C;
-    float   *to   = (w->back ? y->grad : y->data) + image * size * C;
-    if (w->back && !n->accumulate[0]) memset(from, 0, (size_t)(pixels * C) * sizeof(float));
+    float   *from = (HPMLI_BACK(w) ? x->grad : x->data) + image * pixels * C;
+    float   *to   = (HPMLI_BACK(w) ? y->grad : y->data) + image * size * C;
+    if (HPMLI_BACK(w) && !n->accumulate[0]) memset(from, 0, (size_t)(pixels * C) * sizeof(float));
     for (int64_t o = 0; o < size; o++, at += max ? C : 0, to += C) {
-        for (int64_t c = 0; max && w->back && c < C; c++) from[at[c] * C + c] += to[c];
-        if (max && w->back) continue;
+        for (int64_t c = 0; max && HPMLI_BACK(w) && c < C; c++) from[at[c] * C + c] += to[c];
+        if (max && HPMLI_BACK(w)) continue;
         hpmli_window(n, 0, o / y->shape[2], &r0, &r1);
         hpmli_window(n, 1, o % y->shape[2], &c0, &c1);
         float share = max ? 0 : 1 / (float)((r1 - r0) * (c1 - c0));
         for (int64_t c = 0; max && c < C; c++) at[c] = (int32_t)(r0 * W + c0);
         if (max) memcpy(to, from + (r0 * W + c0) * C, (size_t)C * sizeof(float));
         for (int64_t r = r0; r < r1; r++) {
-            if (!max && !w->back) w->k->vsum_rows(to, from + (r * W + c0) * C, c1 - c0, C, r > r0);
-            for (int64_t p = r * W + c0; w->back && p < r * W + c1; p++) w->k->vaxpby(from + p * C, share, to, 1, C);
+            if (!max && !HPMLI_BACK(w)) w->k->vsum_rows(to, from + (r * W + c0) * C, c1 - c0, C, r > r0);
+            for (int64_t p = r * W + c0; HPMLI_BACK(w) && p < r * W + c1; p++)
+                w->k->vaxpby(from + p * C, share, to, 1, C);
             for (int64_t p = r * W + c0; max && p < r * W + c1; p++)
                 for (int64_t c = 0; c < C; c++) {
                     bool won = HPMLI_MAX_OR_NAN(from[p * C + c], to[c]);
@@ -10381,7 +10464,7 @@ HPMLI_FN void hpmli_pool_image(const hpmli_work *w, int64_t image, int thread HP
                     to[c] = won ? from[p * C + c] : to[c];
                 }
         }
-        if (!max && !w->back) w->k->vscale_add(to, to, share, 0, C);
+        if (!max && !HPMLI_BACK(w)) w->k->vscale_add(to, to, share, 0, C);
     }
 }
 
@@ -10561,9 +10644,9 @@ HPMLI_FN void hpmli_bn_back_apply(const hpmli_bn_job *j, int64_t c)
 HPMLI_FN void hpmli_bn_task(void *arg, int64_t c, int thread HPMLI_UNUSED)
 {
     const hpmli_bn_job *j = (const hpmli_bn_job *)arg;
-    if (j->measure && j->backward) hpmli_bn_back_measure(j, c);
-    else if (j->measure) hpmli_bn_measure(j, c);
-    if (j->apply && j->backward) hpmli_bn_back_apply(j, c);
+    if (HPMLI_TRAINS && j->measure && j->backward) hpmli_bn_back_measure(j, c);
+    else if (HPMLI_TRAINS && j->measure) hpmli_bn_measure(j, c);
+    if (HPMLI_TRAINS && j->apply && j->backward) hpmli_bn_back_apply(j, c);
     else if (j->apply) hpmli_bn_apply(j, c);
 }
 
@@ -10578,7 +10661,7 @@ HPMLI_FN void hpmli_bn_recenter(const hpmli_bn_job *j, double sign)
 HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, bool backward)
 {
     const int64_t *y = n->out->shape; /* 1 in dimensions that y does not have */
-    bool           measure = run->train || backward, shared = run->sum && run->train;
+    bool           measure = run->train || backward, shared = HPMLI_TRAINS && run->sum && run->train;
     if (n->state->folds) return HPML_OK; /* folded into a convolution, which has computed y */
     hpmli_bn_job   j = { run, run->ctx->k, n, run->idle ? 0 : y[0], y[1], y[2] * y[3], (double *)n->scratch,
                          backward, measure, !shared };
@@ -10746,14 +10829,14 @@ HPMLI_FN void hpmli_dropout_piece(const hpmli_work *w, int64_t piece, int thread
 {
     const hpml_run *run = w->run;
     hpml_tensor    *x = w->n->src[0], *y = w->n->out;
-    const float    *from  = w->back ? y->grad : x->data;
-    float          *to    = w->back ? x->grad : y->data, p = w->n->attr.dropout.p, scale = 1 / (1 - p);
+    const float    *from  = HPMLI_BACK(w) ? y->grad : x->data;
+    float          *to    = HPMLI_BACK(w) ? x->grad : y->data, p = w->n->attr.dropout.p, scale = 1 / (1 - p);
     int64_t         count = hpml_tensor_count(y), sample = y->batch_rows * (hpml_param_whole(y, NULL) / y->shape[0]);
     int64_t         at = piece * HPMLI_PIECE, c = hpmli_min(count - at, HPMLI_PIECE), run_length;
     uint64_t        stream = run->step << 24 ^ (uint64_t)w->n->state->number ^ HPMLI_STREAM_DROPOUT;
     uint32_t        words[HPMLI_PIECE], least = (uint32_t)((double)p * 4294967296.0);
-    bool            add = w->back && w->n->accumulate[0];
-    if (!run->train || p == 0) {
+    bool            add = HPMLI_BACK(w) && w->n->accumulate[0];
+    if (!HPMLI_TRAINS || !run->train || p == 0) {
         if (from != to || add) w->k->vaxpby(to + at, 1, from + at, add ? 1.0f : 0.0f, c);
         return;
     }
@@ -10821,7 +10904,7 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
                           "dimensions; table %lldx%lld", d.name ? d.name : "", hpmli_describe(tokens),
                           HPML_MAX_DIMS - 1, (long long)vocabulary, (long long)width);
     const char *name = hpmli_layer_name(tokens->ctx, d.name, "embedding");
-    bool        parts = d.split != HPML_SPLIT_NONE && hpml_ctx_group(tokens->ctx, HPML_AXIS_TENSOR)->size > 1;
+    bool        parts = HPMLI_TRAINS && d.split && hpml_ctx_group(tokens->ctx, HPML_AXIS_TENSOR)->size > 1;
     hpmli_part  part = { parts ? HPML_AXIS_TENSOR : HPML_AXIS_DATA, 0, 1 };
     if ((int)d.split < 0 || d.split > HPML_SPLIT_OUT || (parts && d.sparse))
         return hpmli_null(tokens->ctx, HPML_ERR_UNSUPPORTED, "embedding \"%s\": .split %d%s; expected HPML_SPLIT_OUT, "
@@ -11107,7 +11190,7 @@ HPMLI_FN hpml_status hpmli_attention_pass(const hpml_run *run, hpml_node *n)
                               (long long)(cache->shape[1] - T), (long long)cache->shape[1], (long long)T);
     }
     if (cache) hpmli_for_each_parallel(run, n, false, B, 1, hpmli_attention_keep);
-    if (hpmli_gemm_reserve(run->ctx, 0))
+    if (hpmli_gemm_reserve(run->ctx, INT64_MAX, 0))
         hpmli_for_each_parallel(run, n, false, B * n->attr.attention.heads, 1, hpmli_attention_head);
     return run->ctx->status;
 }
@@ -11118,7 +11201,8 @@ HPMLI_FN hpml_status hpmli_attention_back(const hpml_run *run, hpml_node *n)
         return hpmli_fail(run->ctx, HPML_ERR_UNSUPPORTED, "attention \"%s\": with a cache there is no backward pass; "
                           "record the model without .cache to train it", n->out->name);
     const int64_t tasks = n->out->shape[0] * n->attr.attention.kv_heads;
-    if (hpmli_gemm_reserve(run->ctx, 0)) hpmli_for_each_parallel(run, n, true, tasks, 1, hpmli_attention_head_back);
+    if (hpmli_gemm_reserve(run->ctx, INT64_MAX, 0))
+        hpmli_for_each_parallel(run, n, true, tasks, 1, hpmli_attention_head_back);
     return run->ctx->status;
 }
 
@@ -11195,10 +11279,10 @@ HPMLI_FN void hpmli_rotary_step(const hpmli_work *w, int64_t t, int thread HPMLI
         for (int64_t i = 0; i < half && (b == 0 || now != at); i++) {
             double angle = (double)now * pow((double)w->n->attr.rotary.base, (double)-i / (double)half);
             c[i] = (float)cos(angle);
-            s[i] = (float)(w->back ? -sin(angle) : sin(angle));
+            s[i] = (float)(HPMLI_BACK(w) ? -sin(angle) : sin(angle));
         }
         at = now;
-        if (w->back) hpmli_rotary_row(w->n, x->grad + row, y->grad + row, c, s, w->n->accumulate[0]);
+        if (HPMLI_BACK(w)) hpmli_rotary_row(w->n, x->grad + row, y->grad + row, c, s, w->n->accumulate[0]);
         else hpmli_rotary_row(w->n, y->data + row, x->data + row, c, s, false);
     }
 }
@@ -11323,9 +11407,9 @@ HPMLI_FN void hpmli_lstm_pack(void *arg, int64_t panel, int thread HPMLI_UNUSED)
     const float          *w = j->n->src[2]->data;
     int64_t H = j->H, first = panel * j->width, units = hpmli_min(H - first, j->width);
     float  *to = j->packed + first * 4 * H;
-    for (int64_t gate = 0; !j->back && gate < 4; gate++)
+    for (int64_t gate = 0; !HPMLI_BACK(j) && gate < 4; gate++)
         j->ctx->k->conv_to_nhwc(to + gate * H * units, w + (gate * H + first) * H, units, 1, H, H * units);
-    for (int64_t i = 0; j->back && i < 4 * H; i++)
+    for (int64_t i = 0; HPMLI_BACK(j) && i < 4 * H; i++)
         memcpy(to + i * units, w + i * H + first, (size_t)units * sizeof(float));
 }
 
@@ -11344,7 +11428,7 @@ HPMLI_FN void hpmli_lstm_begin(const hpmli_lstm_job *j)
 {
     const hpmli_kernels *k = j->ctx->k;
     const hpml_node     *n = j->n;
-    if (j->back) {
+    if (HPMLI_BACK(j)) {
         k->vfill(j->dc, 0, j->B * j->H);
         k->vfill(j->next[j->T % 2], 0, j->B * 4 * j->H);
         return;
@@ -11365,8 +11449,8 @@ HPMLI_FN void hpmli_lstm_task(void *arg, int64_t task, int thread)
     hpmli_lstm_cells      s;
     int64_t H = j->H, unit = task % j->panels * j->width, row = task / j->panels * HPMLI_LSTM_ROWS;
     int64_t units = hpmli_min(H - unit, j->width), at = row * j->T + j->t, each = j->n->out->shape[2];
-    int64_t products = j->back ? 1 : 4;
-    int64_t k        = j->back ? 4 * H : H;
+    int64_t products = HPMLI_BACK(j) ? 1 : 4;
+    int64_t k        = HPMLI_BACK(j) ? 4 * H : H;
     float  *sums = j->sums + thread * HPMLI_LSTM_ROWS * 4 * HPMLI_LSTM_UNITS;
     s.rows  = hpmli_min(j->B - row, HPMLI_LSTM_ROWS);
     s.units = units;
@@ -11379,21 +11463,21 @@ HPMLI_FN void hpmli_lstm_task(void *arg, int64_t task, int thread)
     s.c_step = (j->T + j->states) * H;
     s.h_step = j->T * each;
     s.cells = j->cells + row * s.c_step + (j->t + j->states) * H + unit;
-    s.h     = (j->back ? j->n->out->grad : j->n->out->data) + at * each + unit;
+    s.h     = (HPMLI_BACK(j) ? j->n->out->grad : j->n->out->data) + at * each + unit;
     s.sums  = sums;
     s.next  = j->next[j->t % 2] + row * k + unit;
     s.dc    = j->dc + row * H + unit;
-    if (j->back ? !s.last : !s.first) {
+    if (HPMLI_BACK(j) ? !s.last : !s.first) {
         hpmli_mat a = hpmli_matrix(j->next[1 - j->t % 2] + row * k, s.rows, k, k);
         hpmli_mat w = { j->packed + unit * 4 * H, k, units, units, products, k * units, false };
         hpmli_mat c = { sums, s.rows, units, products * units, products, units, false };
         hpmli_gemm_desc d = hpmli_gemm_of(a, w, c, false);
         hpmli_gemm_serial(j->ctx, thread, &d);
     }
-    if (j->states && j->back) hpmli_lstm_add_dc(j, &s);
-    if (j->back) j->ctx->k->lstm_cells_back(&s);
+    if (j->states && HPMLI_BACK(j)) hpmli_lstm_add_dc(j, &s);
+    if (HPMLI_BACK(j)) j->ctx->k->lstm_cells_back(&s);
     else j->ctx->k->lstm_cells(&s);
-    for (int64_t i = 0; j->states && !j->back && i < s.rows; i++)
+    for (int64_t i = 0; j->states && !HPMLI_BACK(j) && i < s.rows; i++)
         memcpy(s.h + i * s.h_step + H, s.cells + i * s.c_step, (size_t)units * sizeof(float));
 }
 
@@ -11404,7 +11488,7 @@ HPMLI_FN void hpmli_lstm_steps(hpmli_lstm_job *j)
     if (j->T > 1 || j->states) hpmli_parallel(j->ctx, j->panels, hpmli_lstm_pack, j);
     if (j->states) hpmli_lstm_begin(j);
     for (int64_t i = 0; i < j->T; i++) {
-        j->t = j->back ? j->T - 1 - i : i;
+        j->t = HPMLI_BACK(j) ? j->T - 1 - i : i;
         hpmli_parallel(j->ctx, tasks, hpmli_lstm_task, j);
     }
 }
@@ -11714,7 +11798,7 @@ HPMLI_FN hpml_status hpmli_cross_entropy_pass(const hpml_run *run, hpml_node *n)
                               (long long)v.whole - 1, v.ignore);
         counted++;
     }
-    if (v.group) status = hpmli_cross_entropy_parts(run, n, &v);
+    if (HPMLI_TRAINS && v.group) status = hpmli_cross_entropy_parts(run, n, &v);
     else hpmli_for_each_row(run, n, false, hpmli_cross_entropy_row);
     for (int64_t i = 0; i < rows; i++) sum += (double)loss[i];
     ((float *)n->saved)[3 * rows] = counted > 0 ? 1 / (float)counted : 0;
@@ -11773,7 +11857,7 @@ HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *label
     own.saved_bytes   = (size_t)(3 * rows + 1) * sizeof(float); /* of each row max, 1 / sum, loss; 1 / (counted rows) */
     own.scratch_bytes = (size_t)(3 * rows) * sizeof(float);
     if (d.ignore_index == 0) d.ignore_index = HPML_IGNORE;
-    if (logits->split[labels->ndim] == HPML_AXIS_TENSOR)
+    if (HPMLI_TRAINS && logits->split[labels->ndim] == HPML_AXIS_TENSOR)
         return hpmli_vocabulary_op(src, &own, logits->shape[labels->ndim], d.label_smoothing, d.ignore_index);
     hpml_node *n = hpmli_node_create(HPML_OP_CROSS_ENTROPY, NULL, 2, src, 0, NULL);
     n->attr.cross_entropy.smoothing = d.label_smoothing;
@@ -12109,7 +12193,7 @@ HPMLI_FN double hpmli_wrap_weight(const hpml_node *n)
    because a reshape copies bytes of any type. */
 HPMLI_FN hpml_status hpmli_wrap_run(const hpml_run *run, hpml_node *n, bool back)
 {
-    const hpml_op_impl *op = &hpmli_op_of(n)->run;
+    const hpml_op_impl *op = &hpml_backend_cpu()->ops[n->op];
     const hpml_tensor  *y  = hpmli_wrap_batch(n);
     hpml_status         status = HPML_OK;
     int64_t             block = n->state->block_samples, batch = block > 0 ? y->shape[0] / y->batch_rows : 1;
@@ -12346,7 +12430,7 @@ HPMLI_FN bool hpmli_group_ready(int kind, hpml_tensor *x, hpml_axis axis, int di
         return hpmli_false(x->ctx, HPML_ERR_ARGUMENT, "%s of %s: %s axis, dimension %d; expected the data, tensor, "
                            "sequence or expert axis and a dimension of the tensor", hpmli_group_kinds[kind].name,
                            hpmli_describe(x), hpml_axis_name(axis), dim);
-    return hpml_ctx_group(x->ctx, axis)->size > 1;
+    return HPMLI_TRAINS && hpml_ctx_group(x->ctx, axis)->size > 1;
 }
 
 /* Records, as a custom op, the node of a transfer of x over the ranks of an axis, and returns its result. kind: the
@@ -12357,8 +12441,8 @@ HPMLI_FN hpml_tensor *hpmli_group_record(int kind, hpml_tensor *x, hpml_axis axi
     const int64_t           size = hpml_ctx_group(x->ctx, axis)->size;
     const bool              cuts = k->forward == HPMLI_TRANSFER_CUT, joins = k->forward == HPMLI_TRANSFER_JOIN;
     hpml_custom             d    = HPMLI_ZEROED;
-    hpmli_group_op         *o    = hpmli_new(x->ctx, hpmli_group_op, 1);
-    if (!o) return NULL;
+    hpmli_group_op         *o    = HPMLI_TRAINS ? hpmli_new(x->ctx, hpmli_group_op, 1) : NULL;
+    if (!HPMLI_TRAINS || !o) return NULL;
     o->group     = hpml_ctx_group(x->ctx, axis);
     o->forward   = k->forward;
     o->back      = axis == HPML_AXIS_TENSOR ? k->back : k->back_apart;
@@ -12561,11 +12645,19 @@ static hpml_status hpmli_cpu_update(void *device, hpml_ctx *ctx, const hpml_upda
 
 HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op)
 {
-    static const hpmli_op_info *const table[HPML_OP_COUNT] = {
-#define HPMLI_OP_ROW(op, name) &hpmli_##name##_op,
+    static const hpmli_op_info table[HPML_OP_COUNT] = {
+#define HPMLI_OP_ROW(op, name) { hpmli_##name##_needs, hpmli_##name##_traits },
         HPML_OPS(HPMLI_OP_ROW)
     };
-    return table[op];
+    return &table[op];
+}
+HPMLI_FN double hpmli_flops_of(const hpml_node *n, bool back)
+{
+    static double (*const table[HPML_OP_COUNT])(const hpml_node *, bool) = {
+#define HPMLI_OP_FLOPS(op, name) hpmli_##name##_flops,
+        HPML_OPS(HPMLI_OP_FLOPS)
+    };
+    return table[n->op](n, back);
 }
 
 HPML_API const hpml_backend *hpml_backend_cpu(void)
@@ -12586,7 +12678,7 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
         NULL,                       /* sync: all calls are complete on return */
         ops,
         HPMLI_TO_TRAIN(hpmli_cpu_update),
-        hpmli_cpu_sumsq,
+        HPMLI_TO_TRAIN(hpmli_cpu_sumsq),
         hpmli_cpu_activation_dtype,
         HPMLI_TO_TRAIN(hpmli_wrap_plan),
         NULL,                       /* begin: the CPU does not record passes to replay them */
@@ -13193,6 +13285,7 @@ struct hpml_trainer {
     const void         *x, *y;           /* host: inputs and targets of a batch; graphs with parts copy from it */
     hpml_tensor        *extra[HPML_MAX_EXTRA]; /* (d.extra_count) further inputs */
     const void *const  *given;           /* host: given[k]: a batch for .extra[k]; NULL: .extra keep their values */
+    struct hpmli_scores *scores;         /* outputs of an evaluation that wants the area under the ROC curve, or NULL */
     float              *batch_out;       /* host: outputs of a batch, from a hook `pass`; NULL: none needed yet */
     bool                evaluating;      /* true: a hook `pass` runs for evaluate or predict */
     hpmli_named_array  *states;          /* list of the arrays named by hpml_trainer_add_state */
@@ -14737,6 +14830,50 @@ HPMLI_FN void hpmli_tally_read(const hpmli_tally *s, hpml_loss loss, hpml_metric
     m->recall    = loss == HPML_LOSS_BCE ? hpmli_part_of(s->found, s->wanted) : -1;
 }
 
+/* The outputs of an evaluation, for the area under the ROC curve: numbers that grow with the output, and whose lowest
+   bit is 1 where the target is above 1/2. */
+typedef struct hpmli_scores {
+    uint64_t *key;             /* (count) */
+    int64_t   count, capacity;
+} hpmli_scores;
+
+HPMLI_FN bool hpmli_scores_add(hpml_ctx *ctx, hpmli_scores *s, const float *y, const float *target, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) {
+        const float y0 = y[i] + 0.0f; /* -0 becomes 0 */
+        uint32_t    bits;
+        memcpy(&bits, &y0, sizeof bits);
+        bits = bits >> 31 ? ~bits : bits | UINT32_C(1) << 31;
+        if (!hpmli_grow(ctx, &s->key, s->count, &s->capacity, sizeof *s->key)) return false;
+        s->key[s->count++] = (uint64_t)bits << 1 | (target[i] > 0.5f);
+    }
+    return true;
+}
+
+HPMLI_FN int hpmli_score_order(const void *a, const void *b) /* for qsort */
+{
+    uint64_t x, y;
+    memcpy(&x, a, sizeof x);
+    memcpy(&y, b, sizeof y);
+    return x < y ? -1 : x > y;
+}
+
+/* Returns the area under the ROC curve (hpml_metrics.auc), by one walk over the sorted outputs: each group of equal
+   outputs adds its pairs with smaller outputs, and half of the pairs within the group. */
+HPMLI_FN double hpmli_scores_area(hpmli_scores *s)
+{
+    double below = 0, above = 0, pairs = 0; /* outputs so small or smaller, by target: not above 1/2; above 1/2 */
+    if (s->count > 0) qsort(s->key, (size_t)s->count, sizeof *s->key, hpmli_score_order);
+    for (int64_t i = 0, end; i < s->count; i = end) {
+        double group[2] = { 0, 0 };
+        for (end = i; end < s->count && s->key[end] >> 1 == s->key[i] >> 1; end++) group[s->key[end] & 1]++;
+        pairs += group[1] * (below + group[0] / 2);
+        below += group[0];
+        above += group[1];
+    }
+    return hpmli_part_of(pairs, below * above);
+}
+
 /* Adds n outputs y and their targets to the sums, for losses whose targets are numbers. */
 HPMLI_FN void hpmli_tally_outputs(hpmli_tally *s, hpml_loss loss, const float *y, const float *target, int64_t n)
 {
@@ -15327,6 +15464,7 @@ HPMLI_FN void hpmli_evaluate_outputs(hpml_trainer *t, const float *target, int64
     if (!y) return;
     if (y == t->host_out) hpmli_read_floats(t->ctx, out, n, t->host_out);
     hpmli_tally_outputs(s, t->d.loss, y, target, n);
+    if (t->scores && t->d.loss == HPML_LOSS_BCE) hpmli_scores_add(t->ctx, t->scores, y, target, n);
 }
 
 /* Evaluates one batch, whose first sample is number `first` of the data, and adds it to the sums. False: an error. */
@@ -15382,10 +15520,17 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
     double start = hpml_now();
     if (!t || !out) return HPML_ERR_ARGUMENT;
     if (!hpmli_trainer_joined(t, "evaluate", 3)) return t->ctx->status;
-    int64_t *confusion = out->confusion;
+    int64_t     *confusion = out->confusion;
+    const bool   want_auc  = out->want_auc;
+    hpmli_scores scores    = HPMLI_ZEROED;
     memset(out, 0, sizeof *out);
     out->confusion     = confusion;
+    out->want_auc      = want_auc;
+    t->scores          = want_auc ? &scores : NULL;
     hpml_status status = hpmli_evaluate(t, data, false, out);
+    t->scores          = NULL;
+    out->auc           = hpmli_scores_area(&scores);
+    hpmli_free(t->ctx, scores.key);
     out->seconds       = hpml_now() - start;
     return status;
 }
@@ -17301,7 +17446,7 @@ HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, 
     int64_t  h = l->crop > 0 ? l->crop : H; /* height of the image `to` */
     int64_t  w = l->crop > 0 ? l->crop : W; /* width of the result */
     uint32_t word[4];
-    l->ctx->k->random(HPMLI_WORDS, word, l->d.seed, HPMLI_STREAM_AUGMENT | epoch, (uint64_t)(4 * sample), 4);
+    hpmli_philox_scalar(l->d.seed, HPMLI_STREAM_AUGMENT | epoch, (uint64_t)sample, word);
     dx   = (int64_t)word[0] % (W - w + 2 * (int64_t)a->shift + 1) - a->shift;
     dy   = (int64_t)word[1] % (H - h + 2 * (int64_t)a->shift + 1) - a->shift;
     if (l->crop > 0 && l->d.in_order) { /* an evaluation: crop the middle, not a random place */
@@ -17758,7 +17903,7 @@ HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
 }
 
 /* The types of the safetensors format, each with the bits of an element; first those of hpml_dtype, in its order. */
-static const struct { const char *name; unsigned bits; } hpmli_safe_types[] = {
+static const struct { char name[12]; unsigned bits; } hpmli_safe_types[] = {
     { "F32", 32 }, { "BF16", 16 }, { "F16", 16 }, { "I32", 32 }, { "U8", 8 }, { "BOOL", 8 }, { "I8", 8 }, { "I16", 16 },
     { "U16", 16 }, { "U32", 32 }, { "I64", 64 }, { "U64", 64 }, { "F64", 64 }, { "C64", 64 }, { "F4", 4 },
     { "F6_E2M3", 6 }, { "F6_E3M2", 6 }, { "F8_E5M2", 8 }, { "F8_E4M3", 8 }, { "F8_E8M0", 8 }, { "F8_E4M3FNUZ", 8 },
@@ -18722,12 +18867,12 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
 #define HPMLI_CONSTANT      "hpml.constant."
 
 typedef struct hpmli_attr_field {
-    hpml_op     op;
-    const char *name;
-    char        type; /* of the member. b: bool, i: int32_t or enum, l: int64_t, f: float */
-    size_t      at;   /* offset in hpml_attr */
+    uint8_t  op;       /* hpml_op */
+    char     type;     /* of the member. b: bool, i: int32_t or enum, l: int64_t, f: float */
+    uint16_t at;       /* offset in hpml_attr */
+    char     name[12];
 } hpmli_attr_field;
-#define HPMLI_FIELD(op, type, name, member) { HPML_OP_##op, name, type, offsetof(hpml_attr, member) }
+#define HPMLI_FIELD(op, type, name, member) { HPML_OP_##op, type, offsetof(hpml_attr, member), name }
 #define HPMLI_FIELDS_NORM(op) HPMLI_FIELD(op, 'f', "eps", norm.eps), HPMLI_FIELD(op, 'f', "momentum", norm.momentum), \
                               HPMLI_FIELD(op, 'i', "act", norm.act)
 #define HPMLI_FIELDS_POOL(op) \
@@ -19174,7 +19319,7 @@ HPMLI_FN void hpmli_text_node(hpmli_text_buffer *b, const hpmli_structure *s, co
         int64_t                 large;
         float                   real;
         bool                    flag;
-        if (f->op != n->op) continue;
+        if (f->op != (uint8_t)n->op) continue;
         if (f->type == 'b') {
             memcpy(&flag, from, sizeof flag);
             hpmli_text_flag(b, f->name, flag);
@@ -19489,7 +19634,7 @@ HPMLI_FN void hpmli_read_sources(hpmli_model_reader *r, hpmli_saved_node *n)
 HPMLI_FN void hpmli_read_attr(hpmli_model_reader *r, hpmli_saved_node *n, const char *key)
 {
     const hpmli_attr_field *f = hpmli_attr_fields, *end = f + HPMLI_ATTR_FIELDS;
-    while (f < end && (f->op != n->op || strcmp(f->name, key) != 0)) f++;
+    while (f < end && (f->op != (uint8_t)n->op || strcmp(f->name, key) != 0)) f++;
     if (f == end) {
         hpmli_json_skip(&r->j, 8); /* skips a member that only later versions know */
         return;
@@ -19950,7 +20095,7 @@ HPMLI_FN const char *hpmli_op_kind(const hpml_node *n)
 {
     return n->op == HPML_OP_CUSTOM ? n->attr.custom->name : hpml_op_name(n->op);
 }
-HPML_API double hpml_node_flops(const hpml_node *n, bool backward) { return hpmli_op_of(n)->flops(n, backward); }
+HPML_API double hpml_node_flops(const hpml_node *n, bool backward) { return hpmli_flops_of(n, backward); }
 HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward)
 {
     double sum = 0;
@@ -19971,8 +20116,8 @@ HPML_API void hpml_profile_enable(hpml_graph *g, bool on)
         hpml_profile_row *r = &g->profile[i];
         r->node = n;
         r->name = n->out->name;
-        r->forward_flops  = hpmli_op_of(n)->flops(n, false);
-        r->backward_flops = n->out->needs_grad ? hpmli_op_of(n)->flops(n, true) : 0;
+        r->forward_flops  = hpmli_flops_of(n, false);
+        r->backward_flops = n->out->needs_grad ? hpmli_flops_of(n, true) : 0;
         if (hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) continue;
         r->bytes = (double)hpmli_tensor_bytes(n->out);
         for (int s = 0; s < n->src_count; s++) r->bytes += n->src[s] ? (double)hpmli_tensor_bytes(n->src[s]) : 0;
@@ -20020,7 +20165,7 @@ HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
             if (n->src[s] && n->src[s]->param && !n->src[s]->param->buffer) params += hpml_tensor_count(n->src[s]);
         hpmli_text_add(&t, "%-16s %-14s %-18s %12lld %12.3f\n", n->out->name, hpmli_op_kind(n),
                        hpmli_shape_text(g->ctx, n->out->ndim, n->out->shape), (long long)params,
-                       1e-6 * hpmli_op_of(n)->flops(n, false));
+                       1e-6 * hpmli_flops_of(n, false));
     }
     hpmli_text_add(&t, "%lld parameters, %.1f MFLOP forward and %.1f backward for a batch of %lld\n",
                     (long long)hpml_param_total(g->ctx), 1e-6 * hpml_graph_flops(g, false),
@@ -20240,7 +20385,11 @@ typedef uint64x2_t  HV(u64);
 /* HPMLI_KERNEL begins a function of this set. These functions are not inlined into each other, because a call takes a
    few nanoseconds, and gcc compiles one large function more slowly than its parts. */
 #define HPMLI_KERNEL     static __attribute__((noinline, unused)) HPMLI_TARGET
+#if HPMLI_SMALL
+#define HPMLI_VEC_INLINE static inline __attribute__((unused)) HPMLI_TARGET
+#else
 #define HPMLI_VEC_INLINE static inline __attribute__((always_inline, unused)) HPMLI_TARGET /* always inlined */
+#endif
 /* Defines a function that returns the expression e. Each macro that defines functions ends in a prototype without a
    semicolon, so that a use of the macro ends in a semicolon, as editors and ctags expect of a declaration. */
 #define HPMLI_VEC_FN(name, e, ...) HPMLI_VEC_INLINE HV(f32) name(__VA_ARGS__) { return e; }                            \
@@ -21289,6 +21438,7 @@ HPMLI_KERNEL uint32_t HV(crc32c)(uint32_t crc, const void *bytes, size_t n)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gemm   matrix product: tiles
 // ---------------------------------------------------------------------------------------------------------------------
+#if !HPMLI_SMALL
 /* C (m, n) = A (m, k) B (k, n) after Goto & van de Geijn 2008. A tile of C stays in vector registers while k runs over
    a range; for AVX2 it has at most 6 rows by 16 columns, which are 2 vectors. Each step of k loads 2 vectors of B,
    broadcasts one number of each row of A, and multiplies and adds each with each:
@@ -21631,7 +21781,8 @@ HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
         v.swapped = true;
     }
     v.pack_q = v.q_col != 1 || (v.k > 16 && (v.rows > 100 || v.k * (v.q_k & -v.q_k) >= 262144));
-    if (HV(left_operand_is_spread)(v.p_row, v.p_k, v.k, v.cols)) v.packed_p = part->ws + part->nc * HPMLI_GEMM_KC;
+    int64_t k = hpmli_min(v.k, HPMLI_GEMM_KC); /* most rows of a packed block of Q */
+    if (HV(left_operand_is_spread)(v.p_row, v.p_k, v.k, v.cols)) v.packed_p = part->ws + part->nc * k;
     return v;
 }
 /* Returns the distance in floats, in packed P, the left operand, from one tile's rows to the next tile's. The 16 extra
@@ -22311,6 +22462,47 @@ HPMLI_KERNEL void HV(words_part)(const hpmli_words_part *part)
         }
     }
 }
+#endif
+#if HPMLI_SMALL
+/* With HPML_NO_TRAINING and HPML_NO_SIMD a program has short code in place of fast code: tiles of 4 x 4 elements of C,
+   without packed operands. Rows and columns behind the last are computed as copies of the last, and not stored. */
+HPMLI_KERNEL void HV(gemm_part)(const hpmli_gemm_part *part)
+{
+    const hpmli_gemm_desc *d = part->d;
+    const float *a = d->a + part->batch * d->a_batch, *b = d->b + part->batch * d->b_batch;
+    float       *c = d->c + part->batch * d->c_batch;
+    int64_t      depth = d->alpha != 0 ? d->k : 0;
+    for (int64_t i = part->i0; i < part->i1; i += 4)
+        for (int64_t j = part->j0; j < part->j1; j += 4) {
+            const float *row[4], *col[4];
+            float        sum[4][4] = HPMLI_ZEROED;
+            for (int r = 0; r < 4; r++) {
+                row[r] = a + hpmli_min(i + r, part->i1 - 1) * d->a_row;
+                col[r] = b + hpmli_min(j + r, part->j1 - 1) * d->b_col;
+            }
+            for (int64_t k = 0; k < depth; k++)
+                HPMLI_UNROLL
+                for (int e = 0; e < 16; e++) sum[e / 4][e % 4] += row[e / 4][k * d->a_k] * col[e % 4][k * d->b_k];
+            for (int e = 0; e < 16; e++) {
+                int64_t y = i + e / 4, x = j + e % 4;
+                float   value = d->alpha * sum[e / 4][e % 4];
+                if (y >= part->i1 || x >= part->j1) continue;
+                if (d->beta != 0) value += d->beta * c[y * d->ldc + x];
+                if (d->bias_n) value += d->bias_n[x];
+                if (d->bias_m) value += d->bias_m[y];
+                c[y * d->ldc + x] = d->act == 1 && !(value > 0) ? 0 : value;
+            }
+        }
+}
+HPMLI_KERNEL void HV(conv_to_nhwc)(float *image, const float *x, int64_t channels, int64_t height, int64_t width,
+                                   int64_t pitch)
+{
+    for (int64_t i = 0; i < channels * height * width; i++)
+        image[i / width % height * pitch + i % width * channels + i / (height * width)] = x[i];
+}
+#define HPMLI_HAS_BYTE_DOT false
+#define HPMLI_HAS_BF16_DOT false
+#endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>random   Philox: random numbers by number
@@ -22680,6 +22872,7 @@ HPMLI_TWOBIT_DECODE(twobit_decode_add, HV(load_upto)(y, c) + v);
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv-kernels   convolution: tiles of pixels by channels
 // ---------------------------------------------------------------------------------------------------------------------
+#if !HPMLI_SMALL
 /* A convolution is a matrix product: Y (pixels, OC) = columns (pixels, K) W (K, OC), K = taps x channels, see >>conv.
    The matrix of columns is never made. In a copy of the image in NHWC order, channels innermost, with its padding, the
    numbers that a pixel of the result reads are a few contiguous runs, one for each row of the convolution's kernel; the
@@ -23029,6 +23222,7 @@ HPMLI_KERNEL void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *p
 }
 /* Loads one corner of each of n adjacent windows of 2 x 2 pixels. q: the corner; 0 and 1 are in the image row at x, 2
    and 3 in the row below, at x + width. */
+#endif
 HPMLI_VEC_INLINE HV(f32) HV(pool_corner)(const float *x, int64_t width, int q, int64_t n)
 {
     const float *p = x + q / 2 * width;
@@ -23074,6 +23268,7 @@ HPMLI_KERNEL void HV(max_pool_row_back)(float *dx, const float *at, const float 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv-group-kernels   convolution in groups of few channels: sums of shifted arrays
 // ---------------------------------------------------------------------------------------------------------------------
+#if !HPMLI_SMALL
 /* Computes `vectors` vectors of a row of y, sums over the taps that d describes; the last vector has `lanes` lanes. */
 HPMLI_VEC_INLINE void HV(conv_taps_block)(const int vectors, const hpmli_conv_taps *d, float *y, const float *x,
                                           const float *w, HV(f32) start, int64_t lanes)
@@ -23164,6 +23359,7 @@ HPMLI_KERNEL void HV(conv_pairs)(const hpmli_conv_copy *d, float *even, float *o
             if (n > 1) HV(store_upto)(odd + i, HV(odd_lanes)(a, b), n / 2);
         }
 }
+#endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>table   the kernels of this pass
@@ -23173,15 +23369,17 @@ static const hpmli_kernels HV(kernels) = {
     HV(vdiv), HV(vfill), HV(vaxpby), HV(vscale_add), HV(vcentred), HV(vaxpbypc), HV(vsum), HV(vdot), HV(vsum_wide),
     HV(vdot_wide), HV(vmoments), HV(vmax), HV(vamax), HV(vexp_sum), HV(vsum_rows), HV(lstm_cells),
     HPMLI_TO_TRAIN(HV(lstm_cells_back)), HPMLI_TO_TRAIN(HV(opt_step)), HV(to_f32), HV(from_f32), HV(gemm_part),
-    HV(gemm_sum), HPMLI_HAS_BYTE_DOT, HPMLI_HAS_BF16_DOT, HV(words_part), HV(random),
+    HPMLI_TO_BE_FAST(HV(gemm_sum)), HPMLI_HAS_BYTE_DOT, HPMLI_HAS_BF16_DOT, HPMLI_TO_BE_FAST(HV(words_part)),
+    HPMLI_TO_TRAIN(HV(random)),
     HPMLI_TO_TRAIN(HV(onebit_scan)), HPMLI_TO_TRAIN(HV(onebit_carry)),
     HPMLI_TO_TRAIN(HV(onebit_decode)), HPMLI_TO_TRAIN(HV(onebit_decode_add)), HPMLI_TO_TRAIN(HV(bf16_encode)),
     HPMLI_TO_TRAIN(HV(bf16_decode_add)), HPMLI_TO_TRAIN(HV(twobit_encode)), HPMLI_TO_TRAIN(HV(twobit_decode)),
-    HPMLI_TO_TRAIN(HV(twobit_decode_add)), HV(conv_pack), HPMLI_TO_TRAIN(HV(conv_pack_for_dx)), HV(conv_to_nhwc),
-    HV(conv_copy), HV(conv_from_nhwc), HV(conv_forward), HPMLI_TO_TRAIN(HV(conv_input_grad)),
-    HPMLI_TO_TRAIN(HV(conv_weight_grad)), HPMLI_TO_TRAIN(HV(conv_unpack)), HV(conv_taps),
-    HPMLI_TO_TRAIN(HV(conv_dots)), HV(conv_pairs), HV(max_pool_row), HPMLI_TO_TRAIN(HV(max_pool_row_back)),
-    HV(crc32c),
+    HPMLI_TO_TRAIN(HV(twobit_decode_add)), HPMLI_TO_BE_FAST(HV(conv_pack)), HPMLI_TO_BE_FAST(HV(conv_pack_for_dx)),
+    HV(conv_to_nhwc), HPMLI_TO_BE_FAST(HV(conv_copy)), HPMLI_TO_BE_FAST(HV(conv_from_nhwc)),
+    HPMLI_TO_BE_FAST(HV(conv_forward)), HPMLI_TO_BE_FAST(HV(conv_input_grad)),
+    HPMLI_TO_TRAIN(HV(conv_weight_grad)), HPMLI_TO_TRAIN(HV(conv_unpack)), HPMLI_TO_BE_FAST(HV(conv_taps)),
+    HPMLI_TO_TRAIN(HV(conv_dots)), HPMLI_TO_BE_FAST(HV(conv_pairs)), HV(max_pool_row),
+    HPMLI_TO_TRAIN(HV(max_pool_row_back)), HV(crc32c),
 };
 #undef HPMLI_ISA
 #endif /* HPMLI_ISA */
@@ -23249,6 +23447,7 @@ HPMLI_FN bool hpmli_cpu_has_byte_dot(const hpmli_kernels *k)
 #endif /* HPML_IMPLEMENTATION */
 
 // CHANGES, the newest first
+//     0.1.0   hpml_metrics.auc; smaller programs with HPML_NO_TRAINING; products of small models take less memory
 //     0.1.0   hpml_fit_desc: validation, early stopping, checkpoints, a log; hpml_model_save and _load; own data
 //     0.1.0   attention with masks, grouped queries, rotary positions and a cache; GRU, states; maps, takes, maxima
 //     0.1.0   default names count the layers of a kind: files with older names load by hpml_params_load_as

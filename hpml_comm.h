@@ -2195,6 +2195,11 @@ HPMLC_FN hpml_status hpmlc_lose(hpml_comm *c, hpml_message *m, const char *why)
 HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag, char *data, size_t bytes,
                                  hpmlc_reduce_fn *reduce, hpml_message *m)
 {
+    for (const hpml_message *p = c ? c->pending : NULL; p; p = p->next) /* m itself would make a cycle of the list */
+        if (p == m)
+            return hpmlc_fail(c, HPML_ERR_STATE, "%s %d, tag %d: the struct of the message is that of a receive from "
+                              "rank %d, tag %d, which is not over; wait for it, or give each message a struct of its "
+                              "own", receiving ? "receive from" : "send to", peer, tag, m->peer, m->tag);
     memset(m, 0, sizeof *m);
     m->done = true;
     if (hpmlc_failed(c)) return m->status = c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;

@@ -116,7 +116,7 @@ static hpml_status train(hpml_comm *comm, void *user)
                "each of %d thread%s, results as %s, gradients as %s\n", o->model, (long long)hpml_param_total(ctx),
                (long long)data->count, (long long)o->batch, hpml_ctx_cpu(ctx), workers, workers > 1 ? "s" : "",
                hpml_comm_transport(comm), hpml_ctx_threads(ctx), hpml_ctx_threads(ctx) > 1 ? "s" : "",
-               o->precision, o->codec);
+               o->precision, strcmp(o->codec, "none") == 0 ? "f32" : o->codec);
     hpml_comm_trace_start(comm, &(hpml_trace_desc){ .first_step = 10, .last_step = 30, .arrows = true });
     hpml_comm_counters_reset(comm);
     hpml_distribute_get(d, NULL, true);

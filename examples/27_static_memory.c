@@ -14,7 +14,7 @@
 #define MODEL "build/xor.safetensors"
 
 /* The device's memory, and an allocator that never takes anything back: all that the context needs stays. */
-static unsigned char arena[5 << 20] __attribute__((aligned(64))); /* most of it for blocks of matrix products */
+static unsigned char arena[48 << 10] __attribute__((aligned(64)));
 static size_t        arena_used, arena_calls;
 
 static void *arena_alloc(size_t size, size_t align, void *user)

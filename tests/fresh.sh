@@ -10,13 +10,14 @@ shift
 [ "$(id -u)" = 0 ] || { echo "fresh.sh: run it as root, because it makes a chroot"; exit 1; }
 command -v debootstrap >/dev/null || { echo "fresh.sh: install debootstrap"; exit 1; }
 root=${FRESH:-/var/tmp/hpml-fresh}/$suite
-mirror= components=main
+mirror= components=main script=
 case $suite in
 jammy | noble) mirror=${UBUNTU_MIRROR:-http://archive.ubuntu.com/ubuntu} components=main,universe ;;
 esac
 if [ ! -e "$root/etc/os-release" ]; then
     mkdir -p "$root"
-    debootstrap --variant=minbase --components=$components "$suite" "$root" $mirror >"$root.log" 2>&1 ||
+    [ -e "/usr/share/debootstrap/scripts/$suite" ] || script=gutsy # that for all of Ubuntu, if debootstrap is older
+    debootstrap --variant=minbase --components=$components "$suite" "$root" $mirror $script >"$root.log" 2>&1 ||
         { tail -n 5 "$root.log"; exit 1; }
     [ ! -e /etc/apt/apt.conf.d ] || cp -n /etc/apt/apt.conf.d/* "$root/etc/apt/apt.conf.d/" 2>/dev/null
 fi
@@ -33,7 +34,7 @@ timed() { # COMMAND: prints its lines with the seconds since its start
     echo "took $(($(date +%s) - began)) s: $1"
 }
 timed 'sh tests/install.sh && ninja demo'
-echo "drawn: $(cd "$root/hpml/build" && ls loss.svg trace.json loss.csv 2>&1 | tr '\n' ' ')"
+echo "drawn: $(cd "$root/hpml/build" && ls loss.svg trace.json 2>&1 | tr '\n' ' ')"
 timed 'awk "/^\`\`\`c\$/ { on = 1; next } /^\`\`\`\$/ { if (on) exit } on" README.md >xor.c &&
     cc -O2 -I. xor.c -o xor -lm -lpthread && ./xor'
 timed "${*:-ninja test}"

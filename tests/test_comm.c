@@ -1815,6 +1815,25 @@ TEST(bad_calls_are_refused)
         }
 }
 
+static hpml_status receive_twice(hpml_comm *c, void *user)
+{
+    float        x[2] = { 0 };
+    hpml_message m[2];
+    if (hpml_comm_rank(c) == 1) return hpml_send(c, 0, 3, x, sizeof x);
+    hpml_irecv(c, 1, 3, x, sizeof x, &m[0]);
+    hpml_irecv(c, 1, 4, x, sizeof x, &m[1]);
+    return *(int *)user ? hpml_isend(c, 1, 5, x, 4, &m[0]) : hpml_irecv(c, 1, 5, x, 4, &m[0]);
+}
+TEST(a_message_in_flight_is_not_begun_again)
+{
+    for (int t = 0; t < 2; t++)
+        for (int sends = 0; sends < 2; sends++) {
+            hpml_launch_desc d = { .transport = transports[t], .ranks = 2 };
+            ENSURE(hpml_launch(&d, receive_twice, &sends, error, sizeof error) == HPML_ERR_STATE);
+            ENSURE(strstr(error, "receive from rank 1, tag 3, which is not over") != NULL);
+        }
+}
+
 static hpml_status late(hpml_comm *c, void *user)
 {
     if (hpml_comm_rank(c) == 1) hpml_comm_compute(c, *(double *)user);

@@ -56,7 +56,7 @@ gcc -Ofast -fsyntax-only -I. "$tmp/body.c" >"$tmp/err" 2>&1
 if grep -q 'without -ffast-math' "$tmp/err"; then ok; else bad "gcc -Ofast is refused"; fi # it would not see a NaN
 gcc -U__BYTE_ORDER__ -D__BYTE_ORDER__=__ORDER_BIG_ENDIAN__ -w -fsyntax-only -I. "$tmp/body.c" >"$tmp/err" 2>&1
 if grep -q 'big-endian machines are not supported' "$tmp/err"; then ok; else bad "big-endian machines are refused"; fi
-for option in HPML_NO_THREADS HPML_NO_SIMD HPML_NO_TRAINING \
+for option in HPML_NO_THREADS HPML_NO_SIMD HPML_NO_TRAINING 'HPML_NO_TRAINING -DHPML_NO_SIMD' \
     ${HPML_TEST_ALL:+HPML_STATIC HPML_DEBUG HPML_NATIVE_ONLY}; do
     try gcc -std=c99 -fsyntax-only $strict -D$option -I. "$tmp/comm.c"
 done
@@ -112,7 +112,12 @@ if [ -z "$HPML_TEST_ALL" ]; then : # test_cuda.sh has nvcc compile hpml.h with h
 elif command -v nvcc >/dev/null; then
     try nvcc -std=c++17 -Xcompiler -Wall,-Wextra,-Wshadow,-fsyntax-only -I. -c "$tmp/body.cu" -o "$tmp/cu.o"
 else skip 1 'no nvcc'; fi
-# The README's lines for CMake and Meson build a program.
+# The README's lines for pkg-config, CMake and Meson.
+awk '/^prefix=/ { on = 1 } /^```$/ { on = 0 } on' README.md >"$tmp/hpml.pc"
+if command -v pkg-config >/dev/null; then
+    PKG_CONFIG_PATH=$tmp pkg-config --cflags --libs hpml >"$tmp/err" 2>&1
+    if grep -q '^-I/.*hpml.o -lm -lpthread' "$tmp/err"; then ok; else bad "the README's hpml.pc"; fi
+else skip 1 'no pkg-config'; fi
 block() { awk -v fence="\`\`\`$1" '$0 == fence { on = 1; next } /^```$/ { on = 0 } on' README.md | sed 's/-O2/-O0/'; }
 mkdir "$tmp/project"
 cp hpml.h "$tmp/project"

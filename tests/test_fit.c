@@ -222,7 +222,7 @@ static hpml_metrics metrics_of(hpml_loss loss, const float *y, const float *targ
     hpml_linear_desc one = { .name = "one", .no_bias = true };
     const float      identity[WIDE * WIDE] = { 1, 0, 0, 0, 1, 0, 0, 0, 1 };
     const int64_t    shape[1] = { WIDE };
-    hpml_metrics     m = { 0 };
+    hpml_metrics     m = { .want_auc = true };
     hpml_tensor     *out = hpml_linear(x, WIDE, &one);
     hpml_trainer    *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = out, .loss = loss });
     hpml_tensor_set(hpml_param_find(ctx, "one.weight"), identity, WIDE * WIDE);
@@ -231,6 +231,69 @@ static hpml_metrics metrics_of(hpml_loss loss, const float *y, const float *targ
     if (hpml_ctx_status(ctx) != HPML_OK) printf("    %s\n", hpml_ctx_error(ctx));
     hpml_ctx_free(ctx);
     return m;
+}
+
+/* The area under the ROC curve by all pairs of outputs; -1: there is no pair. */
+static double area_by_pairs(const float *y, const float *target, int n)
+{
+    double won = 0, pairs = 0;
+    for (int i = 0; i < n; i++)
+        for (int k = 0; k < n; k++) {
+            if (target[i] <= 0.5f || target[k] > 0.5f) continue;
+            won += y[i] > y[k] ? 1 : y[i] == y[k] ? 0.5 : 0;
+            pairs++;
+        }
+    return pairs > 0 ? won / pairs : -1;
+}
+
+TEST(area_under_the_roc_curve)
+{
+    static float y[ROWS * WIDE], label[ROWS * WIDE];
+    const int    n = ROWS * WIDE;
+    hpml_rng     r = { .seed = 4 };
+    for (int kind = 0; kind < 4; kind++) {
+        for (int i = 0; i < n; i++) y[i] = hpml_rng_normal(&r);
+        for (int i = 0; i < n; i++) label[i] = y[i] + 2 * hpml_rng_normal(&r) > 0.5f;
+        for (int i = 0; i < n && kind == 1; i++) y[i] = rintf(y[i]); /* ties, also of 0 and -0 */
+        for (int i = 0; i < n && kind > 1; i++) label[i] = kind == 2; /* no pair */
+        ENSURE_NEAR(metrics_of(HPML_LOSS_BCE, y, label).auc, area_by_pairs(y, label, n), 1e-12);
+    }
+    ENSURE(metrics_of(HPML_LOSS_MSE, y, label).auc == -1);
+}
+
+/* Trains on some ranks, each of which then evaluates all data: all get one area, that of the outputs. */
+static hpml_status area_on_ranks(hpml_comm *c, void *user)
+{
+    double       *area = (double *)user;
+    hpml_ctx     *ctx  = hpml_comm_ctx(c);
+    hpml_tensor  *x    = hpml_input_2d(ctx, 8, WIDE);
+    hpml_tensor  *out  = hpml_linear(hpml_tanh(hpml_linear(x, 5, NULL)), 1, NULL);
+    hpml_trainer *t    = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = out,
+                                                                        .loss = HPML_LOSS_BCE, .lr = 0.2f });
+    static float       v[2][ROWS * WIDE], label[2][ROWS], y[2][ROWS];
+    const int          rank = hpml_comm_rank(c);
+    hpml_rng           r = { .seed = 6 };
+    for (int i = 0; i < ROWS * WIDE; i++) v[rank][i] = hpml_rng_normal(&r);
+    for (int i = 0; i < ROWS; i++) label[rank][i] = v[rank][i * WIDE] + hpml_rng_normal(&r) > 0;
+    hpml_dataset *d = hpml_dataset_create(ctx, ROWS, HPML_DTYPE_F32, 1, (const int64_t[1]){ WIDE }, v[rank],
+                                          HPML_DTYPE_F32, 1, label[rank]);
+    hpml_metrics  m = { .want_auc = true };
+    hpml_distribute(t, c, &(hpml_plan){ .global_batch = 8 });
+    hpml_trainer_fit(t, d, &(hpml_fit_desc){ .epochs = 3 });
+    hpml_trainer_evaluate(t, d, &m);
+    area[rank] = m.auc;
+    hpml_trainer_predict(t, v[rank], ROWS, y[rank]);
+    area[2 + rank] = area_by_pairs(y[rank], label[rank], ROWS);
+    return hpml_ctx_status(ctx);
+}
+TEST(ranks_find_the_same_area_under_the_roc_curve)
+{
+    double area[4] = { 0 };
+    char   error[256] = "";
+    hpml_launch_desc d = { .ranks = 2, .ctx = { .threads = 1, .seed = 3 } };
+    if (hpml_launch(&d, area_on_ranks, area, error, sizeof error) != HPML_OK) printf("    %s\n", error);
+    ENSURE(area[0] == area[1] && area[0] > 0.6 && area[0] < 1);
+    ENSURE_NEAR(area[0], area[2], 1e-12);
 }
 
 TEST(regression_and_binary_metrics)

@@ -132,6 +132,43 @@ TEST(gemm_small_shapes_of_every_kind)
     ENSURE(on_all(check_small) == 0);
 }
 
+/* An allocator whose last block of 4 KB or more, the working memory of products here, has a fence behind it. */
+typedef struct fence {
+    unsigned char *block;
+    size_t         size;
+} fence;
+enum { FENCE = 8192 };
+static void *fence_alloc(size_t size, size_t align, void *user)
+{
+    fence *f = (fence *)user;
+    void  *p;
+    if (posix_memalign(&p, align, size + FENCE) != 0) return NULL;
+    memset((char *)p + size, 0xA5, FENCE);
+    if (size >= 4096) f->block = (unsigned char *)p, f->size = size;
+    return p;
+}
+static void fence_free(void *p, size_t size, void *user)
+{
+    (void)size, (void)user;
+    free(p);
+}
+/* A product takes working memory for its own size, if none was taken before, and writes nothing behind it. */
+TEST(products_stay_in_their_working_memory)
+{
+    static const int64_t sizes[] = { 1, 2, 5, 13, 16, 17, 24, 25, 31, 33, 47, 63, 64, 65, 97, 130, 257, 400, 803 };
+    for (int a = 0; a < ISAS; a++)
+        for (int i = 0; i < 200; i++) {
+            fence         f = { NULL, 0 };
+            hpml_ctx_desc d = { .cpu = isas[a], .threads = 1, .allocator = { fence_alloc, fence_free, &f } };
+            hpml_ctx     *ctx = hpml_ctx_create(&d);
+            product       s   = random_product(sizes, sizeof sizes / sizeof sizes[0]);
+            if (hpml_ctx_status(ctx) != HPML_OK) i = 200; /* an instruction set that this CPU has not */
+            else ENSURE(wrong(&ctx, 1, &s) == 0);
+            for (int k = 0; k < FENCE && f.block && i < 200; k++) ENSURE(f.block[f.size + (size_t)k] == 0xA5);
+            hpml_ctx_free(ctx);
+        }
+}
+
 /* A short k, for which one call computes several columns of tiles, and a packed A^T. */
 static int64_t check_columns(hpml_ctx *const *ctx, int contexts)
 {

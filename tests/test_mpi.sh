@@ -35,6 +35,15 @@ two_report() { brief "$1" "$2" 2 "$3"; check "$4" 1 "$5"; [ $lines -ge 2 ]; chec
 for n in ${all:+1} 2 ${all:+3} 4; do on $n correct; check "everything on $n ranks" 0 ''; done
 on 3 strategies; check "every strategy on 3 ranks has the bits of threads" 0 ''
 for n in 5 ${all:+7 8 16}; do on $n sums; check "all algorithms on $n ranks" 0 ''; done
+# The batch script for Slurm, with an srun of our own that starts two ranks and makes the work short.
+mkdir "$tmp/slurm"
+{ echo '#!/bin/sh'; echo "exec timeout $limit $mpiexec $mpi_options -n 2 \"\$@\" --samples 2000 --epochs 1 --batch 256"
+} >"$tmp/slurm/srun"
+chmod +x "$tmp/slurm/srun"
+(here=$(pwd) && ln -s "$here/build" "$tmp/slurm/build" && cd "$tmp/slurm" &&
+    PATH=$tmp/slurm:$PATH SLURM_JOB_ID=7 sh "$here/examples/cluster/cpu.sbatch") >"$tmp/out" 2>&1
+check "examples/cluster/cpu.sbatch" 0 '^2 workers \(mpi\)'
+[ -s "$tmp/slurm/out-7/checkpoint.safetensors" ]; check "and its checkpoint" 0 ''
 # 1-bit training as on threads. The tests of accuracy and of times run only with 2 ranks, because each needs a core.
 onebit() { timeout 200 "$mpiexec" $mpi_options -n $1 build/onebit_ranks --filter "$2" >"$tmp/out" 2>&1; }
 onebit 2 ''; check "1-bit training on 2 ranks" 0 '^8 passed'

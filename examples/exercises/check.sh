@@ -35,6 +35,10 @@ mkdir -p "$build/exercises"
 program=$build/exercises/$(basename "$folder")_$(basename "${file%.*}")
 flags="-O1 -g -Wall -Wextra -Wno-unused-parameter $CFLAGS" objects= compiler=${CC:-cc}
 [ $c = c ] || compiler="${CXX:-c++} -std=c++17 -x c++"
+if [ $c = cu ] && [ -e "$build/emulator.o" ]; then # the emulation is optimized there, and kernels compile fast
+    flags="-O0 -Wall -Wextra -Wno-unused-parameter -DCUDA_ON_CPU_LINKED $CFLAGS"
+    objects="-x none $build/emulator.o"
+fi
 if grep -q "ranks\.h\|hpml\.h" "$folder/check.h" && [ -e "$build/hpml.o" ] && [ -e "$build/comm.o" ]; then
     flags="$flags -DHPMLI_BODY_INCLUDED -DHPML_COMM_BODY"
     objects="$build/hpml.o $build/comm.o $(cat "$build/zlib.flags")"

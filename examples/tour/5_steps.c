@@ -143,17 +143,33 @@ static void epochs(hpml_ctx *ctx)
     SHOW(strlen(hpml_progress_text(&info, 5, 60, line, sizeof line)) <= 60);
 }
 
+/* How well outputs tell yes from no: of the 4 pairs of a yes and a no, 3 have the larger output at the yes. */
+static void yes_or_no(hpml_ctx *ctx)
+{
+    const float   x[4] = { 0.1f, 0.4f, 0.35f, 0.8f }, yes[4] = { 0, 0, 1, 1 }, one = 1;
+    const int64_t shape[1] = { 1 };
+    hpml_tensor  *in = hpml_input_2d(ctx, 4, 1);
+    hpml_tensor  *out = hpml_linear(in, 1, &(hpml_linear_desc){ .name = "score", .no_bias = true });
+    hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out,
+                                                                     .loss = HPML_LOSS_BCE });
+    hpml_dataset *d = hpml_dataset_create(ctx, 4, HPML_DTYPE_F32, 1, shape, x, HPML_DTYPE_F32, 1, yes);
+    hpml_metrics  m = { .want_auc = true };
+    hpml_tensor_set(hpml_param_find(ctx, "score.weight"), &one, 1);
+    SHOW(hpml_trainer_evaluate(t, d, &m) == HPML_OK && m.auc == 0.75 && m.recall == 1 && m.precision == 0.5);
+}
+
 int main(void)
 {
-    hpml_ctx *ctx[7];
+    hpml_ctx *ctx[8];
     int       failed = 0;
-    for (int i = 0; i < 7; i++) ctx[i] = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 7, .threads = 1 });
+    for (int i = 0; i < 8; i++) ctx[i] = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 7, .threads = 1 });
     settings(ctx[0]);
     by_hand(ctx[1], ctx[2]);
     hooks(ctx[3]);
     shards(ctx[4]);
     epochs(ctx[5]);
     halves(ctx[6]);
-    for (int i = 0; i < 7; i++) failed |= tour_end(ctx[i]);
+    yes_or_no(ctx[7]);
+    for (int i = 0; i < 8; i++) failed |= tour_end(ctx[i]);
     return failed;
 }

@@ -41,6 +41,14 @@
 #include <vector>
 #include <sys/mman.h>
 
+/* Functions are inline. With CUDA_ON_CPU_LINKED they are those of an object that is linked (build/emulator.o): then the
+   compiler only reads them, which halves the time that a short file with kernels takes. */
+#ifdef CUDA_ON_CPU_LINKED
+#define EMU_FN extern inline __attribute__((gnu_inline))
+#else
+#define EMU_FN inline
+#endif
+
 #ifdef __has_feature
 #  if __has_feature(address_sanitizer)
 #    define CUDA_ON_CPU_ASAN 1
@@ -114,9 +122,9 @@ EMU_VECTOR(long long, longlong)
 #undef EMU_VECTOR
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
-inline uint2 make_uint2(unsigned x, unsigned y) { return { x, y }; }
-inline uint3 make_uint3(unsigned x, unsigned y, unsigned z) { return { x, y, z }; }
-inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return { x, y, z, w }; }
+EMU_FN uint2 make_uint2(unsigned x, unsigned y) { return { x, y }; }
+EMU_FN uint3 make_uint3(unsigned x, unsigned y, unsigned z) { return { x, y, z }; }
+EMU_FN uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return { x, y, z, w }; }
 
 enum cudaError_t {
     cudaSuccess                         = 0,
@@ -169,7 +177,7 @@ asm(".text\n.weak cuda_on_cpu_switch\n.type cuda_on_cpu_switch,@function\ncuda_o
     "popq %r15\n popq %r14\n popq %r13\n popq %r12\n popq %rbx\n popq %rbp\n ret\n"
     ".size cuda_on_cpu_switch,.-cuda_on_cpu_switch\n");
 namespace emu {
-inline void fiber_begin(fiber *f, void (*main)(void))
+EMU_FN void fiber_begin(fiber *f, void (*main)(void))
 {
     void **sp = reinterpret_cast<void **>(const_cast<char *>(static_cast<const char *>(f->bottom)) + f->room);
     *--sp = nullptr;                                       /* in place of a return address: the end of every trace */
@@ -177,12 +185,12 @@ inline void fiber_begin(fiber *f, void (*main)(void))
     for (int i = 0; i < 6; i++) *--sp = nullptr;
     f->sp = sp;
 }
-inline void fiber_end(fiber *) {}
+EMU_FN void fiber_end(fiber *) {}
 } // namespace emu
 #else
 #include <ucontext.h>
 namespace emu {
-inline void fiber_begin(fiber *f, void (*main)(void))
+EMU_FN void fiber_begin(fiber *f, void (*main)(void))
 {
     ucontext_t *u = new ucontext_t;
     getcontext(u);
@@ -192,9 +200,9 @@ inline void fiber_begin(fiber *f, void (*main)(void))
     makecontext(u, main, 0);
     f->sp = u;
 }
-inline void fiber_end(fiber *f) { delete static_cast<ucontext_t *>(f->sp), f->sp = nullptr; }
+EMU_FN void fiber_end(fiber *f) { delete static_cast<ucontext_t *>(f->sp), f->sp = nullptr; }
 } // namespace emu
-inline void cuda_on_cpu_switch(void **save_sp, void *sp)
+EMU_FN void cuda_on_cpu_switch(void **save_sp, void *sp)
 {
     if (!*save_sp) *save_sp = new ucontext_t;
     swapcontext(static_cast<ucontext_t *>(*save_sp), static_cast<ucontext_t *>(sp));
@@ -204,10 +212,10 @@ inline void cuda_on_cpu_switch(void **save_sp, void *sp)
 namespace emu {
 
 #ifdef CUDA_ON_CPU_ASAN
-inline void fiber_arrived(void *fake);
+EMU_FN void fiber_arrived(void *fake);
 #endif
 
-inline void fiber_switch(fiber *from, fiber *to)
+EMU_FN void fiber_switch(fiber *from, fiber *to)
 {
 #ifdef CUDA_ON_CPU_ASAN
     __sanitizer_start_switch_fiber(&from->fake, to->bottom, to->bytes);
@@ -326,7 +334,7 @@ struct state {
 inline state all;
 
 #ifdef CUDA_ON_CPU_ASAN
-inline void fiber_arrived(void *fake)                   /* the first of a launch comes from the host's stack */
+EMU_FN void fiber_arrived(void *fake)                   /* the first of a launch comes from the host's stack */
 {
     const void *bottom;
     size_t      bytes;
@@ -335,7 +343,7 @@ inline void fiber_arrived(void *fake)                   /* the first of a launch
 }
 #endif
 
-inline void kernel_leave(void);
+EMU_FN void kernel_leave(void);
 
 /* An error that a test plants is kept, any other ends the program. In a kernel this does not return. */
 [[gnu::format(printf, 1, 2), gnu::cold, gnu::noinline]] inline void error(const char *format, ...)
@@ -362,7 +370,7 @@ inline void kernel_leave(void);
     abort();
 }
 
-inline uint64_t draw(uint64_t *state)                   /* splitmix64 */
+EMU_FN uint64_t draw(uint64_t *state)                   /* splitmix64 */
 {
     uint64_t z = *state += 0x9e3779b97f4a7c15u;
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
@@ -376,10 +384,10 @@ inline uint64_t draw(uint64_t *state)                   /* splitmix64 */
    meanwhile. Only barriers and __syncwarp order memory, blocks follow each other: so it reports any two accesses of a
    block that no barrier separates, whatever the order was. A thread keeps its stack for the whole block. */
 #ifdef CUDA_ON_CPU_TSAN
-inline void tsan_as(void *whom) { __tsan_switch_to_fiber(whom, __tsan_switch_to_fiber_no_sync); }
-inline void kernel_leave(void) { tsan_as(all.host.tsan); }
-inline void kernel_enter(void) { tsan_as(all.now->tsan); }
-inline void kernel_start(void)
+EMU_FN void tsan_as(void *whom) { __tsan_switch_to_fiber(whom, __tsan_switch_to_fiber_no_sync); }
+EMU_FN void kernel_leave(void) { tsan_as(all.host.tsan); }
+EMU_FN void kernel_enter(void) { tsan_as(all.now->tsan); }
+EMU_FN void kernel_start(void)
 {
     char name[64];
     if (!all.now->tsan) all.now->tsan = __tsan_create_fiber(0);
@@ -388,25 +396,25 @@ inline void kernel_start(void)
     tsan_as(all.now->tsan);
     __tsan_acquire(&all.host);
 }
-inline void kernel_end(void)
+EMU_FN void kernel_end(void)
 {
     __tsan_release(&all.now);
     kernel_leave();
 }
-inline void block_begin(void) { __tsan_release(&all.host); }
-inline void block_end(void)
+EMU_FN void block_begin(void) { __tsan_release(&all.host); }
+EMU_FN void block_end(void)
 {
     __tsan_acquire(&all.now);
     while (fiber *f = all.spent) all.spent = f->next_idle, f->next_idle = all.idle, all.idle = f;
 }
-inline void grid_begin(void)
+EMU_FN void grid_begin(void)
 {
     AnnotateIgnoreReadsBegin("", 0), AnnotateIgnoreWritesBegin("", 0);
     all.host.tsan = __tsan_get_current_fiber();
 }
-inline void grid_end(void) { AnnotateIgnoreReadsEnd("", 0), AnnotateIgnoreWritesEnd("", 0); }
+EMU_FN void grid_end(void) { AnnotateIgnoreReadsEnd("", 0), AnnotateIgnoreWritesEnd("", 0); }
 /* All these threads, which wait, see what all of them have done. */
-inline void memory_meets(thread *first, unsigned n, unsigned lanes, void *tag)
+EMU_FN void memory_meets(thread *first, unsigned n, unsigned lanes, void *tag)
 {
     for (int pass = 0; pass < 2; pass++)
         for (unsigned i = 0; i < n; i++) {
@@ -418,20 +426,20 @@ inline void memory_meets(thread *first, unsigned n, unsigned lanes, void *tag)
     kernel_leave();
 }
 #else
-inline void kernel_leave(void) {}
-inline void kernel_enter(void) {}
-inline void kernel_start(void) {}
-inline void kernel_end(void) {}
-inline void block_begin(void) {}
-inline void block_end(void) {}
-inline void grid_begin(void) {}
-inline void grid_end(void) {}
-inline void memory_meets(thread *, unsigned, unsigned, void *) {}
+EMU_FN void kernel_leave(void) {}
+EMU_FN void kernel_enter(void) {}
+EMU_FN void kernel_start(void) {}
+EMU_FN void kernel_end(void) {}
+EMU_FN void block_begin(void) {}
+EMU_FN void block_end(void) {}
+EMU_FN void grid_begin(void) {}
+EMU_FN void grid_end(void) {}
+EMU_FN void memory_meets(thread *, unsigned, unsigned, void *) {}
 #endif
 
 /* ---- the threads of a block ------------------------------------------------------------------------------------- */
 
-inline unsigned choose(unsigned bits)                   /* one of the bits, by the order of this run */
+EMU_FN unsigned choose(unsigned bits)                   /* one of the bits, by the order of this run */
 {
     if (all.order == 0) return (unsigned)__builtin_ctz(bits);
     if (all.order == 1) return 31u - (unsigned)__builtin_clz(bits);
@@ -441,7 +449,7 @@ inline unsigned choose(unsigned bits)                   /* one of the bits, by t
 }
 
 /* Who runs next. A warp runs as far ahead of the others as it can; in odd random orders they also mix at every turn. */
-inline thread *pick(void)
+EMU_FN thread *pick(void)
 {
     if (!all.ready) return nullptr;
     if (!(all.ready >> all.warp_now & 1) || (all.order > 2 && (all.order & 1))) all.warp_now = choose(all.ready);
@@ -452,15 +460,15 @@ inline thread *pick(void)
     return &all.thread_of[all.warp_now * 32 + lane];
 }
 
-inline void wake(unsigned warp, unsigned lanes)
+EMU_FN void wake(unsigned warp, unsigned lanes)
 {
     all.warp_of[warp].ready |= lanes;
     all.ready |= 1u << warp;
 }
 
-inline void fiber_main(void);
+EMU_FN void fiber_main(void);
 
-inline fiber *fiber_take(void)
+EMU_FN fiber *fiber_take(void)
 {
     if (!all.idle) {
         fiber *f  = new fiber;
@@ -494,14 +502,14 @@ inline fiber *fiber_take(void)
     }
 }
 
-inline void become(thread *t)
+EMU_FN void become(thread *t)
 {
     all.self  = t;
     threadIdx = t->idx;
 }
 
 /* The running thread waits (it has written down for what); back when it may go on. */
-inline void wait(void)
+EMU_FN void wait(void)
 {
     thread *me = all.self, *next = pick();
     if (!next) stuck();
@@ -515,7 +523,7 @@ inline void wait(void)
     me->op = nullptr;
 }
 
-inline void thread_exit(void)
+EMU_FN void thread_exit(void)
 {
     thread  *t   = all.self;
     warp    &w   = all.warp_of[t->warp];
@@ -536,7 +544,7 @@ inline void thread_exit(void)
     all.live--;
 }
 
-inline void fiber_main(void)
+EMU_FN void fiber_main(void)
 {
 #ifdef CUDA_ON_CPU_ASAN
     fiber_arrived(nullptr);
@@ -586,7 +594,7 @@ inline void fiber_main(void)
     }
 }
 
-inline void block_run(void)
+EMU_FN void block_run(void)
 {
     all.live = all.threads;
     all.arrived = all.votes = 0;
@@ -623,7 +631,7 @@ struct launch_of {
     std::vector<uintptr_t> named;       /* allocations that arguments point to */
 };
 
-inline void grid_run(const launch_of &l)
+EMU_FN void grid_run(const launch_of &l)
 {
     const dim3    &g = l.grid, &b = l.block;
     const uint64_t blocks = (uint64_t)g.x * g.y * g.z;
@@ -664,7 +672,7 @@ inline void grid_run(const launch_of &l)
 }
 
 /* The launch again in other orders, on the same memory: every byte of the device must come out the same. */
-inline void grid_check(const launch_of &l)
+EMU_FN void grid_check(const launch_of &l)
 {
     typedef std::vector<std::pair<const std::pair<const uintptr_t, state::block_of> *, std::vector<char>>> image;
     image before, first;
@@ -699,7 +707,7 @@ inline void grid_check(const launch_of &l)
 
 enum vote { vote_none, vote_count, vote_and, vote_or };
 
-inline int barrier(const char *op, int line, int predicate)
+EMU_FN int barrier(const char *op, int line, int predicate)
 {
     kernel_leave();
     thread *t = all.self;
@@ -789,19 +797,19 @@ template <class T, class F> inline T reduce(const char *op, int line, unsigned m
     return io;
 }
 
-inline unsigned lane(void) { return all.self->lane; }
+EMU_FN unsigned lane(void) { return all.self->lane; }
 
 } // namespace emu
 
 #define EMU_LINE int line = __builtin_LINE()
-inline void __syncthreads(EMU_LINE) { emu::barrier("__syncthreads", line, 0); }
-inline int  __syncthreads_count(int p, EMU_LINE) { return emu::barrier("__syncthreads_count", line, p); }
-inline int  __syncthreads_or(int p, EMU_LINE) { return emu::barrier("__syncthreads_or", line, p) > 0; }
-inline int  __syncthreads_and(int p, EMU_LINE)
+EMU_FN void __syncthreads(EMU_LINE) { emu::barrier("__syncthreads", line, 0); }
+EMU_FN int  __syncthreads_count(int p, EMU_LINE) { return emu::barrier("__syncthreads_count", line, p); }
+EMU_FN int  __syncthreads_or(int p, EMU_LINE) { return emu::barrier("__syncthreads_or", line, p) > 0; }
+EMU_FN int  __syncthreads_and(int p, EMU_LINE)
 {
     return emu::barrier("__syncthreads_and", line, p) == (int)emu::all.threads;
 }
-inline void __syncwarp(unsigned mask = emu::full, EMU_LINE)
+EMU_FN void __syncwarp(unsigned mask = emu::full, EMU_LINE)
 {
     emu::meet("__syncwarp", line, mask, nullptr, [](void **, unsigned) {});
 }
@@ -826,16 +834,16 @@ template <class T> inline T __shfl_xor_sync(unsigned mask, T v, int with, int wi
     unsigned w = (unsigned)width, l = emu::lane(), from = l ^ (unsigned)with;
     return emu::shuffle("__shfl_xor_sync", line, mask, v, from > (l | (w - 1)) ? l : from);
 }
-inline unsigned __ballot_sync(unsigned mask, int p, EMU_LINE)
+EMU_FN unsigned __ballot_sync(unsigned mask, int p, EMU_LINE)
 {
     unsigned bit = p ? 1u << emu::lane() : 0u;
     return emu::reduce("__ballot_sync", line, mask, bit, [](unsigned a, unsigned b) { return a | b; });
 }
-inline int __any_sync(unsigned mask, int p, EMU_LINE)
+EMU_FN int __any_sync(unsigned mask, int p, EMU_LINE)
 {
     return emu::reduce("__any_sync", line, mask, p != 0, [](int a, int b) { return a | b; });
 }
-inline int __all_sync(unsigned mask, int p, EMU_LINE)
+EMU_FN int __all_sync(unsigned mask, int p, EMU_LINE)
 {
     return emu::reduce("__all_sync", line, mask, p != 0, [](int a, int b) { return a & b; });
 }
@@ -854,7 +862,7 @@ EMU_REDUCE(__reduce_or_sync, unsigned, a | b)
 EMU_REDUCE(__reduce_and_sync, unsigned, a & b)
 EMU_REDUCE(__reduce_xor_sync, unsigned, a ^ b)
 #undef EMU_REDUCE
-inline unsigned __activemask(void) { return emu::all.warp_of[emu::all.self->warp].live; }
+EMU_FN unsigned __activemask(void) { return emu::all.warp_of[emu::all.self->warp].live; }
 
 /* ---- arithmetic ------------------------------------------------------------------------------------------------- */
 
@@ -871,7 +879,7 @@ template <class To, class From> inline To bits(From from)
 /* v as a device may have it that is right to so many units in the last place: up or down, by chance of its bits. What
    is exact there, 0 and 1, stays. */
 namespace emu {
-inline float near(float v, float units)
+EMU_FN float near(float v, float units)
 {
     unsigned u = bits<unsigned>(v), chance = u * 0x9e3779b1u >> 8;
     if (!(fabsf(v) >= 1e-37f) || fabsf(v) > 1e38f || v == 1) return v;
@@ -879,38 +887,38 @@ inline float near(float v, float units)
 }
 } // namespace emu
 
-inline int       __popc(unsigned x) { return __builtin_popcount(x); }
-inline int       __popcll(unsigned long long x) { return __builtin_popcountll(x); }
-inline int       __ffs(int x) { return __builtin_ffs(x); }
-inline int       __ffsll(long long x) { return __builtin_ffsll(x); }
-inline int       __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
-inline int       __clzll(long long x) { return x ? __builtin_clzll((unsigned long long)x) : 64; }
-inline unsigned  __brev(unsigned x)
+EMU_FN int       __popc(unsigned x) { return __builtin_popcount(x); }
+EMU_FN int       __popcll(unsigned long long x) { return __builtin_popcountll(x); }
+EMU_FN int       __ffs(int x) { return __builtin_ffs(x); }
+EMU_FN int       __ffsll(long long x) { return __builtin_ffsll(x); }
+EMU_FN int       __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
+EMU_FN int       __clzll(long long x) { return x ? __builtin_clzll((unsigned long long)x) : 64; }
+EMU_FN unsigned  __brev(unsigned x)
 {
     unsigned r = 0;
     for (int i = 0; i < 32; i++) r = r << 1 | (x >> i & 1);
     return r;
 }
-inline unsigned  __umulhi(unsigned a, unsigned b) { return (unsigned)((uint64_t)a * b >> 32); }
-inline int       __mulhi(int a, int b) { return (int)((int64_t)a * b >> 32); }
-inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b)
+EMU_FN unsigned  __umulhi(unsigned a, unsigned b) { return (unsigned)((uint64_t)a * b >> 32); }
+EMU_FN int       __mulhi(int a, int b) { return (int)((int64_t)a * b >> 32); }
+EMU_FN unsigned long long __umul64hi(unsigned long long a, unsigned long long b)
 {
     return (unsigned long long)((unsigned __int128)a * b >> 64);
 }
-inline int       __mul24(int a, int b)
+EMU_FN int       __mul24(int a, int b)
 {
     return (int)((unsigned)((int)((unsigned)a << 8) >> 8) * (unsigned)((int)((unsigned)b << 8) >> 8));
 }
-inline unsigned  __umul24(unsigned a, unsigned b) { return (a & 0xffffff) * (b & 0xffffff); }
-inline unsigned  __funnelshift_l(unsigned lo, unsigned hi, unsigned n)
+EMU_FN unsigned  __umul24(unsigned a, unsigned b) { return (a & 0xffffff) * (b & 0xffffff); }
+EMU_FN unsigned  __funnelshift_l(unsigned lo, unsigned hi, unsigned n)
 {
     return (unsigned)(((uint64_t)hi << 32 | lo) << (n & 31) >> 32);
 }
-inline unsigned  __funnelshift_r(unsigned lo, unsigned hi, unsigned n)
+EMU_FN unsigned  __funnelshift_r(unsigned lo, unsigned hi, unsigned n)
 {
     return (unsigned)(((uint64_t)hi << 32 | lo) >> (n & 31));
 }
-inline unsigned  __byte_perm(unsigned a, unsigned b, unsigned s)
+EMU_FN unsigned  __byte_perm(unsigned a, unsigned b, unsigned s)
 {
     uint64_t v = (uint64_t)b << 32 | a;
     unsigned r = 0;
@@ -920,36 +928,36 @@ inline unsigned  __byte_perm(unsigned a, unsigned b, unsigned s)
     }
     return r;
 }
-inline float     __uint_as_float(unsigned x) { return emu::bits<float>(x); }
-inline float     __int_as_float(int x) { return emu::bits<float>(x); }
-inline unsigned  __float_as_uint(float x) { return emu::bits<unsigned>(x); }
-inline int       __float_as_int(float x) { return emu::bits<int>(x); }
-inline long long __double_as_longlong(double x) { return emu::bits<long long>(x); }
-inline double    __longlong_as_double(long long x) { return emu::bits<double>(x); }
-inline float     __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-inline float     __fadd_rn(float a, float b) { return a + b; }
-inline float     __fsub_rn(float a, float b) { return a - b; }
-inline float     __fmul_rn(float a, float b) { return a * b; }
-inline float     __fdiv_rn(float a, float b) { return a / b; }
-inline float     __fsqrt_rn(float a) { return sqrtf(a); }
-inline float     __frsqrt_rn(float a) { return (float)(1 / sqrt((double)a)); }
-inline float     __frcp_rn(float a) { return 1 / a; }
-inline float     __fdividef(float a, float b) { return emu::near(a / b, 2); }
-inline float     __expf(float a) { return emu::near(expf(a), 2 + 1.173f * fabsf(a)); }
-inline float     __exp10f(float a) { return powf(10, a); }
-inline float     __logf(float a) { return logf(a); }
-inline float     __log2f(float a) { return log2f(a); }
-inline float     __sinf(float a) { return sinf(a); }
-inline float     __cosf(float a) { return cosf(a); }
-inline float     __powf(float a, float b) { return powf(a, b); }
-inline float     __saturatef(float a) { return a > 0 ? a < 1 ? a : 1 : 0; }
-inline float     rsqrtf(float a) { return emu::near(1 / sqrtf(a), 2); }
-inline double    rsqrt(double a) { return 1 / sqrt(a); }
-inline int       __float2int_rn(float a) { return (int)nearbyintf(a); }
-inline int       __float2int_rz(float a) { return (int)a; }
-inline unsigned  __float2uint_rn(float a) { return (unsigned)nearbyintf(a); }
-inline float     __int2float_rn(int a) { return (float)a; }
-inline float     __uint2float_rn(unsigned a) { return (float)a; }
+EMU_FN float     __uint_as_float(unsigned x) { return emu::bits<float>(x); }
+EMU_FN float     __int_as_float(int x) { return emu::bits<float>(x); }
+EMU_FN unsigned  __float_as_uint(float x) { return emu::bits<unsigned>(x); }
+EMU_FN int       __float_as_int(float x) { return emu::bits<int>(x); }
+EMU_FN long long __double_as_longlong(double x) { return emu::bits<long long>(x); }
+EMU_FN double    __longlong_as_double(long long x) { return emu::bits<double>(x); }
+EMU_FN float     __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+EMU_FN float     __fadd_rn(float a, float b) { return a + b; }
+EMU_FN float     __fsub_rn(float a, float b) { return a - b; }
+EMU_FN float     __fmul_rn(float a, float b) { return a * b; }
+EMU_FN float     __fdiv_rn(float a, float b) { return a / b; }
+EMU_FN float     __fsqrt_rn(float a) { return sqrtf(a); }
+EMU_FN float     __frsqrt_rn(float a) { return (float)(1 / sqrt((double)a)); }
+EMU_FN float     __frcp_rn(float a) { return 1 / a; }
+EMU_FN float     __fdividef(float a, float b) { return emu::near(a / b, 2); }
+EMU_FN float     __expf(float a) { return emu::near(expf(a), 2 + 1.173f * fabsf(a)); }
+EMU_FN float     __exp10f(float a) { return powf(10, a); }
+EMU_FN float     __logf(float a) { return logf(a); }
+EMU_FN float     __log2f(float a) { return log2f(a); }
+EMU_FN float     __sinf(float a) { return sinf(a); }
+EMU_FN float     __cosf(float a) { return cosf(a); }
+EMU_FN float     __powf(float a, float b) { return powf(a, b); }
+EMU_FN float     __saturatef(float a) { return a > 0 ? a < 1 ? a : 1 : 0; }
+EMU_FN float     rsqrtf(float a) { return emu::near(1 / sqrtf(a), 2); }
+EMU_FN double    rsqrt(double a) { return 1 / sqrt(a); }
+EMU_FN int       __float2int_rn(float a) { return (int)nearbyintf(a); }
+EMU_FN int       __float2int_rz(float a) { return (int)a; }
+EMU_FN unsigned  __float2uint_rn(float a) { return (unsigned)nearbyintf(a); }
+EMU_FN float     __int2float_rn(int a) { return (float)a; }
+EMU_FN float     __uint2float_rn(unsigned a) { return (float)a; }
 #define EMU_MIN_MAX(T)                                                                                              \
     inline T min(T a, T b) { return b < a ? b : a; }                                                                \
     inline T max(T a, T b) { return a < b ? b : a; }
@@ -960,10 +968,10 @@ EMU_MIN_MAX(unsigned long)
 EMU_MIN_MAX(long long)
 EMU_MIN_MAX(unsigned long long)
 #undef EMU_MIN_MAX
-inline float     min(float a, float b) { return fminf(a, b); }
-inline float     max(float a, float b) { return fmaxf(a, b); }
-inline double    min(double a, double b) { return fmin(a, b); }
-inline double    max(double a, double b) { return fmax(a, b); }
+EMU_FN float     min(float a, float b) { return fminf(a, b); }
+EMU_FN float     max(float a, float b) { return fmaxf(a, b); }
+EMU_FN double    min(double a, double b) { return fmin(a, b); }
+EMU_FN double    max(double a, double b) { return fmax(a, b); }
 template <class T> inline T __ldg(const T *p) { return *p; }
 template <class T> inline T __ldcs(const T *p) { return *p; }
 template <class T> inline T __ldcg(const T *p) { return *p; }
@@ -971,11 +979,11 @@ template <class T> inline T __ldca(const T *p) { return *p; }
 template <class T> inline void __stcs(T *p, T v) { *p = v; }
 template <class T> inline void __stcg(T *p, T v) { *p = v; }
 template <class T> inline void __stwt(T *p, T v) { *p = v; }
-inline void      __threadfence(void) {}
-inline void      __threadfence_block(void) {}
-inline void      __threadfence_system(void) {}
-inline long long clock64(void) { return (long long)std::chrono::steady_clock::now().time_since_epoch().count(); }
-inline void      __trap(void) { emu::error("__trap"); }
+EMU_FN void      __threadfence(void) {}
+EMU_FN void      __threadfence_block(void) {}
+EMU_FN void      __threadfence_system(void) {}
+EMU_FN long long clock64(void) { return (long long)std::chrono::steady_clock::now().time_since_epoch().count(); }
+EMU_FN void      __trap(void) { emu::error("__trap"); }
 
 namespace emu {
 /* change(old) is stored and old returned, in one step. */
@@ -1031,14 +1039,14 @@ typedef __nv_bfloat162 nv_bfloat162;
 typedef __nv_bfloat16 __nv_bfloat16_raw;
 typedef __half __half_raw;
 
-inline __nv_bfloat16 __float2bfloat16_rn(float f)
+EMU_FN __nv_bfloat16 __float2bfloat16_rn(float f)
 {
     unsigned u = emu::bits<unsigned>(f);
     if ((u & 0x7fffffff) > 0x7f800000) return { 0x7fff };
     return { (unsigned short)((u + 0x7fff + (u >> 16 & 1)) >> 16) };
 }
-inline float __bfloat162float(__nv_bfloat16 b) { return emu::bits<float>((unsigned)b.__x << 16); }
-inline __half __float2half_rn(float f)
+EMU_FN float __bfloat162float(__nv_bfloat16 b) { return emu::bits<float>((unsigned)b.__x << 16); }
+EMU_FN __half __float2half_rn(float f)
 {
     unsigned u = emu::bits<unsigned>(f), sign = u >> 16 & 0x8000, a = u & 0x7fffffff;
     if (a > 0x7f800000) return { 0x7fff };
@@ -1050,7 +1058,7 @@ inline __half __float2half_rn(float f)
     a += 0xfff + (a >> 13 & 1);
     return { (unsigned short)(sign | (a - 0x38000000) >> 13) };
 }
-inline float __half2float(__half h)
+EMU_FN float __half2float(__half h)
 {
     unsigned sign = (unsigned)(h.__x & 0x8000) << 16, e = h.__x >> 10 & 31, m = h.__x & 1023;
     if (e == 31) return emu::bits<float>(m ? 0x7fffffffu : sign | 0x7f800000);
@@ -1157,14 +1165,14 @@ template <bool trans> inline void ldmatrix(unsigned r[4], const void *row, int l
             }
     });
 }
-inline void copy_now(copy16 &c)
+EMU_FN void copy_now(copy16 &c)
 {
     if (c.valid) memcpy(c.to, c.from, 16);
     else memset(c.to, 0, 16);
     c.landed = true;
     memcpy(c.there, c.to, 16);
 }
-inline void copy_end(copy16 &c)
+EMU_FN void copy_end(copy16 &c)
 {
     if (memcmp(c.there, c.to, 16) != 0) error("writes %p before the asynchronous copy to it has arrived", c.to);
     if (!c.landed) copy_now(c);
@@ -1172,7 +1180,7 @@ inline void copy_end(copy16 &c)
 } // namespace emu
 
 /* mma.sync.aligned.m16n8k16.row.col.f32.{bf16,f16}: d += a b */
-inline void hpmlg_mma_16816(float d[4], const unsigned a[4], const unsigned b[2], bool f16, EMU_LINE)
+EMU_FN void hpmlg_mma_16816(float d[4], const unsigned a[4], const unsigned b[2], bool f16, EMU_LINE)
 {
     emu::mma io = { d, a, b };
     emu::meet(f16 ? "mma.f16" : "mma.bf16", line, emu::full, &io, [f16](void **ios, unsigned) {
@@ -1180,7 +1188,7 @@ inline void hpmlg_mma_16816(float d[4], const unsigned a[4], const unsigned b[2]
     });
 }
 /* mma.sync.aligned.m16n8k8.row.col.f32.tf32: d += a b; the low 13 bits of a and b do not count */
-inline void hpmlg_mma_1688_tf32(float d[4], const unsigned a[4], const unsigned b[2], EMU_LINE)
+EMU_FN void hpmlg_mma_1688_tf32(float d[4], const unsigned a[4], const unsigned b[2], EMU_LINE)
 {
     emu::mma io = { d, a, b };
     emu::meet("mma.tf32", line, emu::full, &io, [](void **ios, unsigned) {
@@ -1188,10 +1196,10 @@ inline void hpmlg_mma_1688_tf32(float d[4], const unsigned a[4], const unsigned 
     });
 }
 /* ldmatrix.sync.aligned.m8n8.x4.shared.b16: lanes 8 i .. 8 i + 7 give the rows of matrix i */
-inline void hpmlg_ldmatrix_x4(unsigned r[4], const void *row, EMU_LINE) { emu::ldmatrix<false>(r, row, line); }
-inline void hpmlg_ldmatrix_x4_trans(unsigned r[4], const void *row, EMU_LINE) { emu::ldmatrix<true>(r, row, line); }
+EMU_FN void hpmlg_ldmatrix_x4(unsigned r[4], const void *row, EMU_LINE) { emu::ldmatrix<false>(r, row, line); }
+EMU_FN void hpmlg_ldmatrix_x4_trans(unsigned r[4], const void *row, EMU_LINE) { emu::ldmatrix<true>(r, row, line); }
 /* cp.async: by order 0 the bytes move as late as they may, by order 1 at once, else by chance */
-inline void hpmlg_copy_async16(void *shared, const void *global, bool valid)
+EMU_FN void hpmlg_copy_async16(void *shared, const void *global, bool valid)
 {
     emu::thread *t = emu::all.self;
     if ((uintptr_t)shared % 16 || (valid && (uintptr_t)global % 16))
@@ -1204,8 +1212,8 @@ inline void hpmlg_copy_async16(void *shared, const void *global, bool valid)
     if (now) emu::copy_now(c);
     t->copies.push_back(c);
 }
-inline void hpmlg_copy_commit(void) { emu::all.self->groups.push_back(emu::all.self->copies.size()); }
-inline void hpmlg_copy_wait(int pending)
+EMU_FN void hpmlg_copy_commit(void) { emu::all.self->groups.push_back(emu::all.self->copies.size()); }
+EMU_FN void hpmlg_copy_wait(int pending)
 {
     emu::thread *t = emu::all.self;
     if (t->groups.size() <= (size_t)pending) return;
@@ -1246,7 +1254,7 @@ constexpr size_t shared_plain = 48 << 10, shared_most = 227 << 10;
 inline thread_local cudaError_t last = cudaSuccess;     /* for cudaGetLastError */
 inline thread_local int         device = 0;
 
-inline cudaError_t fail(cudaError_t e) { return e == cudaSuccess || e == cudaErrorNotReady ? e : last = e; }
+EMU_FN cudaError_t fail(cudaError_t e) { return e == cudaSuccess || e == cudaErrorNotReady ? e : last = e; }
 
 /* One call of the runtime: alone, and refused where there is no device, or none that is sound. */
 struct call {
@@ -1259,13 +1267,13 @@ struct call {
     }
 };
 
-inline double clock_ms(void)
+EMU_FN double clock_ms(void)
 {
     return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 /* Only work on the device may touch its memory. Large allocations are left open: poisoning takes time. */
-inline void memory_poison(uintptr_t p, const state::block_of &b, bool open)
+EMU_FN void memory_poison(uintptr_t p, const state::block_of &b, bool open)
 {
 #ifdef CUDA_ON_CPU_ASAN
     if (!b.device || b.bytes > (size_t)1 << 20) return;
@@ -1276,13 +1284,13 @@ inline void memory_poison(uintptr_t p, const state::block_of &b, bool open)
 #endif
 }
 
-inline void memory_open(bool open)
+EMU_FN void memory_open(bool open)
 {
     if (open ? all.open++ : --all.open) return;
     for (const auto &m : all.memory_of) memory_poison(m.first, m.second, open);
 }
 
-inline auto memory_find(const void *p)                  /* the allocation that holds this address */
+EMU_FN auto memory_find(const void *p)                  /* the allocation that holds this address */
 {
     auto m = all.memory_of.upper_bound((uintptr_t)p);
     if (m == all.memory_of.begin()) return all.memory_of.end();
@@ -1291,14 +1299,14 @@ inline auto memory_find(const void *p)                  /* the allocation that h
 }
 
 /* May the device, or the host, touch these bytes? Both may touch pinned memory. */
-inline bool memory_holds(const void *p, size_t bytes, bool device_side)
+EMU_FN bool memory_holds(const void *p, size_t bytes, bool device_side)
 {
     auto m = memory_find(p);
     if (m == all.memory_of.end()) return !device_side;
     return (device_side || !m->second.device) && (uintptr_t)p + bytes <= m->first + m->second.bytes;
 }
 
-inline void stream_run(stream *s, uint64_t upto)
+EMU_FN void stream_run(stream *s, uint64_t upto)
 {
     while (s->done < upto && !(s->held && *s->held)) {
         std::function<void()> run = std::move(s->work.front());
@@ -1309,17 +1317,17 @@ inline void stream_run(stream *s, uint64_t upto)
 }
 
 /* All streams; or those that the null stream waits for (and they for it): not made with cudaStreamNonBlocking. */
-inline void streams_run(bool null_waits)
+EMU_FN void streams_run(bool null_waits)
 {
     for (const auto &s : all.streams)
         if (!null_waits || (s->blocking && s != all.null_stream)) stream_run(s.get(), s->pushed);
 }
 
-inline void seen(void) { all.sticky_seen = all.sticky != cudaSuccess, all.count.synchronisations++; }
+EMU_FN void seen(void) { all.sticky_seen = all.sticky != cudaSuccess, all.count.synchronisations++; }
 
-inline stream *stream_of(cudaStream_t s) { return s ? s : all.null_stream.get(); }
+EMU_FN stream *stream_of(cudaStream_t s) { return s ? s : all.null_stream.get(); }
 
-inline void push(stream *s, std::function<void()> run)
+EMU_FN void push(stream *s, std::function<void()> run)
 {
     if (s->capture) {
         if (all.fail_capture & 2) s->capture->broken = true, fail(cudaErrorStreamCaptureUnsupported);
@@ -1339,7 +1347,7 @@ inline void push(stream *s, std::function<void()> run)
 }
 
 /* What would wait for the device while work is recorded is refused, and the record is lost. */
-inline bool while_capturing(stream *s = nullptr)
+EMU_FN bool while_capturing(stream *s = nullptr)
 {
     bool unsafe = false;
     for (graph *g : all.captures)
@@ -1351,14 +1359,14 @@ inline bool while_capturing(stream *s = nullptr)
 }
 
 /* Fills new memory with NaN: the first and the last 4 MiB, so that large allocations take no longer. */
-inline void fill(void *p, size_t bytes)
+EMU_FN void fill(void *p, size_t bytes)
 {
     size_t n = std::min(bytes, (size_t)4 << 20);
     memset(p, 0xff, n);
     memset(static_cast<char *>(p) + bytes - n, 0xff, n);
 }
 
-inline cudaError_t allocate(void **p, size_t bytes, bool device_side)
+EMU_FN cudaError_t allocate(void **p, size_t bytes, bool device_side)
 {
     call c;
     if (c.refused) return c.refused;
@@ -1377,7 +1385,7 @@ inline cudaError_t allocate(void **p, size_t bytes, bool device_side)
     return cudaSuccess;
 }
 
-inline cudaError_t release(void *p, bool device_side)
+EMU_FN cudaError_t release(void *p, bool device_side)
 {
     call c;
     if (!p) return c.refused;
@@ -1394,9 +1402,9 @@ inline cudaError_t release(void *p, bool device_side)
     return c.refused;
 }
 
-inline bool pageable(const void *p) { return memory_find(p) == all.memory_of.end(); }
+EMU_FN bool pageable(const void *p) { return memory_find(p) == all.memory_of.end(); }
 
-inline cudaError_t copy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, stream *s, bool sync)
+EMU_FN cudaError_t copy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, stream *s, bool sync)
 {
     call c;
     if (c.refused) return c.refused;
@@ -1414,7 +1422,7 @@ inline cudaError_t copy(void *to, const void *from, size_t bytes, cudaMemcpyKind
     return all.sticky_seen ? fail(all.sticky) : cudaSuccess;
 }
 
-inline cudaError_t set(void *p, int value, size_t bytes, stream *s)
+EMU_FN cudaError_t set(void *p, int value, size_t bytes, stream *s)
 {
     call c;
     if (c.refused) return c.refused;
@@ -1423,7 +1431,7 @@ inline cudaError_t set(void *p, int value, size_t bytes, stream *s)
     return cudaSuccess;
 }
 
-inline cudaError_t synchronise(stream *s, uint64_t upto)
+EMU_FN cudaError_t synchronise(stream *s, uint64_t upto)
 {
     if (s) stream_run(s, upto);
     else streams_run(false);
@@ -1433,7 +1441,7 @@ inline cudaError_t synchronise(stream *s, uint64_t upto)
 }
 
 /* Is this a pointer, but not into (or just behind) memory of the device? Numbers that look alike are not mapped. */
-inline bool host_pointer(uintptr_t p)
+EMU_FN bool host_pointer(uintptr_t p)
 {
     if (p < 0x500000000000 || p >> 47) return false;    /* below lies what sanitizers keep to themselves */
     auto m = all.memory_of.upper_bound(p);
@@ -1441,7 +1449,7 @@ inline bool host_pointer(uintptr_t p)
     return msync(reinterpret_cast<void *>(p & ~(uintptr_t)4095), 1, MS_ASYNC) == 0;
 }
 
-inline void check_words(launch_of &l, int n, const void *words, size_t count, bool check)
+EMU_FN void check_words(launch_of &l, int n, const void *words, size_t count, bool check)
 {
     for (size_t i = 0; i < count; i++) {
         uintptr_t word;
@@ -1467,7 +1475,7 @@ template <class T> inline void check_argument(launch_of &l, int n, T value)
     check_words(l, n, static_cast<const void *>(&value), sizeof(T) / 8, check);
 }
 
-inline cudaError_t launch_check(const void *kernel, const launch_of &l)
+EMU_FN cudaError_t launch_check(const void *kernel, const launch_of &l)
 {
     const dim3 &g = l.grid, &b = l.block;
     if (g.x == 0 || g.y == 0 || g.z == 0 || g.x > 0x7fffffff || g.y > 65535 || g.z > 65535 || b.x == 0 || b.y == 0 ||
@@ -1479,7 +1487,7 @@ inline cudaError_t launch_check(const void *kernel, const launch_of &l)
     return all.wrong_image ? cudaErrorNoKernelImageForDevice : cudaSuccess;
 }
 
-inline void launch_push(stream *on, const launch_of &l)
+EMU_FN void launch_push(stream *on, const launch_of &l)
 {
     all.count.launches++;
     bool fault = all.fail_launch && --all.fail_launch == 0;
@@ -1505,12 +1513,12 @@ void launch(const char *name, void (*kernel)(P...), dim3 grid, dim3 block, size_
 
 } // namespace emu
 
-inline cudaError_t cudaGetDeviceCount(int *n)
+EMU_FN cudaError_t cudaGetDeviceCount(int *n)
 {
     *n = emu::all.absent ? 0 : emu::all.devices;
     return emu::fail(emu::all.absent);
 }
-inline cudaError_t cudaSetDevice(int d)
+EMU_FN cudaError_t cudaSetDevice(int d)
 {
     emu::call c;
     if (c.refused) return c.refused;
@@ -1518,13 +1526,13 @@ inline cudaError_t cudaSetDevice(int d)
     emu::device = d;
     return cudaSuccess;
 }
-inline cudaError_t cudaGetDevice(int *d)
+EMU_FN cudaError_t cudaGetDevice(int *d)
 {
     emu::call c;
     *d = emu::device;
     return c.refused;
 }
-inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int d)
+EMU_FN cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int d)
 {
     emu::call c;
     if (c.refused) return c.refused;
@@ -1541,21 +1549,21 @@ inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int d)
     p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024, p->maxThreadsDim[2] = 64;
     return cudaSuccess;
 }
-inline cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total)
+EMU_FN cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total)
 {
     emu::call c;
     *total = emu::all.memory, *free_bytes = emu::all.memory - std::min(emu::all.memory, emu::all.bytes_live);
     return c.refused;
 }
-inline cudaError_t cudaPeekAtLastError(void) { return emu::last; }
-inline cudaError_t cudaGetLastError(void)
+EMU_FN cudaError_t cudaPeekAtLastError(void) { return emu::last; }
+EMU_FN cudaError_t cudaGetLastError(void)
 {
     cudaError_t e = emu::last;
     emu::last = emu::all.sticky_seen ? emu::all.sticky : cudaSuccess;
     return e;
 }
 namespace emu {
-inline const char *error_text(cudaError_t e, bool name)
+EMU_FN const char *error_text(cudaError_t e, bool name)
 {
     static const struct { cudaError_t e; const char *name, *text; } table[] = {
 #define EMU_ERROR(name, text) { name, #name, text },
@@ -1583,28 +1591,28 @@ inline const char *error_text(cudaError_t e, bool name)
     return name ? "cudaErrorUnknown" : "unknown error";
 }
 } // namespace emu
-inline const char *cudaGetErrorName(cudaError_t e) { return emu::error_text(e, true); }
-inline const char *cudaGetErrorString(cudaError_t e) { return emu::error_text(e, false); }
+EMU_FN const char *cudaGetErrorName(cudaError_t e) { return emu::error_text(e, true); }
+EMU_FN const char *cudaGetErrorString(cudaError_t e) { return emu::error_text(e, false); }
 
 template <class T> inline cudaError_t cudaMalloc(T **p, size_t n) { return emu::allocate((void **)p, n, true); }
 template <class T> inline cudaError_t cudaMallocHost(T **p, size_t n) { return emu::allocate((void **)p, n, false); }
 template <class T> inline cudaError_t cudaHostAlloc(T **p, size_t n, unsigned) { return cudaMallocHost(p, n); }
-inline cudaError_t cudaFree(void *p) { return emu::release(p, true); }
-inline cudaError_t cudaFreeHost(void *p) { return emu::release(p, false); }
-inline cudaError_t cudaMemcpy(void *to, const void *from, size_t n, cudaMemcpyKind kind)
+EMU_FN cudaError_t cudaFree(void *p) { return emu::release(p, true); }
+EMU_FN cudaError_t cudaFreeHost(void *p) { return emu::release(p, false); }
+EMU_FN cudaError_t cudaMemcpy(void *to, const void *from, size_t n, cudaMemcpyKind kind)
 {
     return emu::copy(to, from, n, kind, emu::stream_of(nullptr), true);
 }
-inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, cudaMemcpyKind kind, cudaStream_t s = nullptr)
+EMU_FN cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, cudaMemcpyKind kind, cudaStream_t s = nullptr)
 {
     return emu::copy(to, from, n, kind, emu::stream_of(s), false);
 }
-inline cudaError_t cudaMemset(void *p, int v, size_t n) { return emu::set(p, v, n, emu::stream_of(nullptr)); }
-inline cudaError_t cudaMemsetAsync(void *p, int v, size_t n, cudaStream_t s = nullptr)
+EMU_FN cudaError_t cudaMemset(void *p, int v, size_t n) { return emu::set(p, v, n, emu::stream_of(nullptr)); }
+EMU_FN cudaError_t cudaMemsetAsync(void *p, int v, size_t n, cudaStream_t s = nullptr)
 {
     return emu::set(p, v, n, emu::stream_of(s));
 }
-inline cudaError_t cudaDeviceSynchronize(void)
+EMU_FN cudaError_t cudaDeviceSynchronize(void)
 {
     emu::call c;
     if (c.refused) return c.refused;
@@ -1612,7 +1620,7 @@ inline cudaError_t cudaDeviceSynchronize(void)
     return emu::synchronise(nullptr, 0);
 }
 
-inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned flags)
+EMU_FN cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned flags)
 {
     emu::call c;
     if (c.refused) return c.refused;
@@ -1621,8 +1629,8 @@ inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned flags)
     (*s)->blocking = !(flags & cudaStreamNonBlocking);
     return cudaSuccess;
 }
-inline cudaError_t cudaStreamCreate(cudaStream_t *s) { return cudaStreamCreateWithFlags(s, 0); }
-inline cudaError_t cudaStreamDestroy(cudaStream_t s)
+EMU_FN cudaError_t cudaStreamCreate(cudaStream_t *s) { return cudaStreamCreateWithFlags(s, 0); }
+EMU_FN cudaError_t cudaStreamDestroy(cudaStream_t s)
 {
     emu::call c;
     auto &all = emu::all.streams;
@@ -1632,14 +1640,14 @@ inline cudaError_t cudaStreamDestroy(cudaStream_t s)
     all.erase(at);
     return c.refused;
 }
-inline cudaError_t cudaStreamSynchronize(cudaStream_t s)
+EMU_FN cudaError_t cudaStreamSynchronize(cudaStream_t s)
 {
     emu::call c;
     if (c.refused) return c.refused;
     if (emu::while_capturing(emu::stream_of(s))) return emu::fail(cudaErrorStreamCaptureUnsupported);
     return emu::synchronise(emu::stream_of(s), emu::stream_of(s)->pushed);
 }
-inline cudaError_t cudaStreamQuery(cudaStream_t on)             /* each time one piece of work more is done */
+EMU_FN cudaError_t cudaStreamQuery(cudaStream_t on)             /* each time one piece of work more is done */
 {
     emu::call    c;
     emu::stream *s = emu::stream_of(on);
@@ -1650,7 +1658,7 @@ inline cudaError_t cudaStreamQuery(cudaStream_t on)             /* each time one
     return cudaErrorNotReady;
 }
 
-inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned flags)
+EMU_FN cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned flags)
 {
     emu::call c;
     if (c.refused) return c.refused;
@@ -1659,8 +1667,8 @@ inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned flags)
     (*e)->timed = !(flags & cudaEventDisableTiming);
     return cudaSuccess;
 }
-inline cudaError_t cudaEventCreate(cudaEvent_t *e) { return cudaEventCreateWithFlags(e, 0); }
-inline cudaError_t cudaEventDestroy(cudaEvent_t e)
+EMU_FN cudaError_t cudaEventCreate(cudaEvent_t *e) { return cudaEventCreateWithFlags(e, 0); }
+EMU_FN cudaError_t cudaEventDestroy(cudaEvent_t e)
 {
     emu::call c;
     auto &all = emu::all.events;
@@ -1669,7 +1677,7 @@ inline cudaError_t cudaEventDestroy(cudaEvent_t e)
     all.erase(at);
     return c.refused;
 }
-inline cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t on = nullptr)
+EMU_FN cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t on = nullptr)
 {
     emu::call    c;
     emu::stream *s = emu::stream_of(on);
@@ -1680,14 +1688,14 @@ inline cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t on = nullptr)
     emu::push(s, [keep = e->shared_from_this()] { keep->ms = emu::clock_ms(); });
     return cudaSuccess;
 }
-inline cudaError_t cudaEventSynchronize(cudaEvent_t e)
+EMU_FN cudaError_t cudaEventSynchronize(cudaEvent_t e)
 {
     emu::call c;
     if (c.refused) return c.refused;
     if (e->capture) return emu::while_capturing(), emu::fail(cudaErrorStreamCaptureUnsupported);
     return e->on ? emu::synchronise(e->on.get(), e->at) : cudaSuccess;
 }
-inline cudaError_t cudaEventQuery(cudaEvent_t e)
+EMU_FN cudaError_t cudaEventQuery(cudaEvent_t e)
 {
     emu::call c;
     if (c.refused) return c.refused;
@@ -1695,7 +1703,7 @@ inline cudaError_t cudaEventQuery(cudaEvent_t e)
     emu::stream_run(e->on.get(), e->on->done + 1);
     return cudaErrorNotReady;
 }
-inline cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to)
+EMU_FN cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to)
 {
     emu::call c;
     if (c.refused) return c.refused;
@@ -1704,7 +1712,7 @@ inline cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t
     *ms = (float)(to->ms - from->ms);
     return cudaSuccess;
 }
-inline cudaError_t cudaStreamWaitEvent(cudaStream_t on, cudaEvent_t e, unsigned = 0)
+EMU_FN cudaError_t cudaStreamWaitEvent(cudaStream_t on, cudaEvent_t e, unsigned = 0)
 {
     emu::call    c;
     emu::stream *s = emu::stream_of(on);
@@ -1724,7 +1732,7 @@ inline cudaError_t cudaStreamWaitEvent(cudaStream_t on, cudaEvent_t e, unsigned 
     return cudaSuccess;
 }
 
-inline cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode mode)
+EMU_FN cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode mode)
 {
     emu::call c;
     if (c.refused) return c.refused;
@@ -1734,7 +1742,7 @@ inline cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode 
     emu::all.captures.push_back(s->capture);
     return cudaSuccess;
 }
-inline cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *out)
+EMU_FN cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *out)
 {
     emu::call   c;
     emu::graph *g = s ? s->capture : nullptr;
@@ -1755,14 +1763,14 @@ inline cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *out)
     else *out = g;
     return emu::fail(e);
 }
-inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t *x, cudaGraph_t g, unsigned long long = 0)
+EMU_FN cudaError_t cudaGraphInstantiate(cudaGraphExec_t *x, cudaGraph_t g, unsigned long long = 0)
 {
     emu::call c;
     if (emu::all.fail_capture & 8) return emu::fail(cudaErrorMemoryAllocation);
     if (!c.refused) *x = new std::vector<std::function<void()>>(g->nodes);
     return c.refused;
 }
-inline cudaError_t cudaGraphLaunch(cudaGraphExec_t x, cudaStream_t s)
+EMU_FN cudaError_t cudaGraphLaunch(cudaGraphExec_t x, cudaStream_t s)
 {
     emu::call c;
     if (c.refused) return c.refused;
@@ -1774,8 +1782,8 @@ inline cudaError_t cudaGraphLaunch(cudaGraphExec_t x, cudaStream_t s)
     });
     return cudaSuccess;
 }
-inline cudaError_t cudaGraphDestroy(cudaGraph_t g) { return delete g, cudaSuccess; }
-inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t x) { return delete x, cudaSuccess; }
+EMU_FN cudaError_t cudaGraphDestroy(cudaGraph_t g) { return delete g, cudaSuccess; }
+EMU_FN cudaError_t cudaGraphExecDestroy(cudaGraphExec_t x) { return delete x, cudaSuccess; }
 
 template <class T> inline cudaError_t cudaFuncSetAttribute(T *kernel, cudaFuncAttribute a, int value)
 {
@@ -1788,7 +1796,7 @@ template <class T> inline cudaError_t cudaFuncSetAttribute(T *kernel, cudaFuncAt
     return cudaSuccess;
 }
 template <class T>
-inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, T *, int threads, size_t shared)
+EMU_FN cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, T *, int threads, size_t shared)
 {
     emu::call c;
     if (c.refused) return c.refused;
@@ -1802,21 +1810,21 @@ inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, T 
 /* ---- what tests ask for ----------------------------------------------------------------------------------------- */
 
 /* 0 ascending, 1 descending, 2.. random by that seed: even ones let a warp run ahead, odd ones mix the warps. */
-inline void cuda_on_cpu_order(unsigned order) { emu::all.order = order; }
+EMU_FN void cuda_on_cpu_order(unsigned order) { emu::all.order = order; }
 /* From here on every launch runs in so many orders, and the device's memory must come out the same; also by
    CUDA_ON_CPU_CHECK. 0: off. CUDA_ON_CPU_UNORDERED names kernels whose atomics deal out places: they are left out. */
-inline void cuda_on_cpu_check(unsigned orders) { emu::all.check = orders; }
+EMU_FN void cuda_on_cpu_check(unsigned orders) { emu::all.check = orders; }
 /* 0: work on a stream runs at once; 1: only when the host waits for it; 2..: at random. */
-inline void cuda_on_cpu_lazy(unsigned lazy) { emu::all.lazy = lazy, emu::all.laziness = lazy; }
+EMU_FN void cuda_on_cpu_lazy(unsigned lazy) { emu::all.lazy = lazy, emu::all.laziness = lazy; }
 /* Errors are kept from here on; caught() gives the first one's text, "" if there was none, and ends that. */
-inline void cuda_on_cpu_expect(void) { emu::all.expecting = true, emu::all.caught[0] = 0; }
-inline const char *cuda_on_cpu_caught(void)
+EMU_FN void cuda_on_cpu_expect(void) { emu::all.expecting = true, emu::all.caught[0] = 0; }
+EMU_FN const char *cuda_on_cpu_caught(void)
 {
     emu::all.expecting = false;
     return emu::all.caught;
 }
 /* All settings, counts and sticky errors as at the start; memory and streams stay. */
-inline void cuda_on_cpu_reset(void)
+EMU_FN void cuda_on_cpu_reset(void)
 {
     std::lock_guard<std::recursive_mutex> hold(emu::all.mutex);
     emu::state fresh, &all = emu::all;

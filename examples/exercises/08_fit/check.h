@@ -75,31 +75,24 @@ static int timings(timing *t, double alpha, double beta, double noise)
     return count;
 }
 
-static bool fit_exact(void)
+/* Fits links to timings with this noise; error: the largest relative error of what is found. */
+static bool fits(double noise, double error, const char *hint)
 {
     for (int k = 0; k < 20; k++) {
         timing           t[16];
         const double     alpha = grade_real(1e-6, 1e-4), beta = grade_real(1e-9, 1e-7);
-        const link_model m = fit(t, timings(t, alpha, beta, 0));
-        if (!(fabs(m.alpha - alpha) < 1e-6 * alpha && fabs(m.beta - beta) < 1e-6 * beta))
-            return grade_fail("timings without noise: alpha is %g s and should be %g s, beta is %g s a byte and should "
-                              "be %g s", m.alpha, alpha, m.beta, beta);
+        const link_model m = fit(t, timings(t, alpha, beta, noise));
+        if (!(fabs(m.alpha / alpha - 1) < error && fabs(m.beta / beta - 1) < error))
+            return grade_fail("timings with %g %% noise: alpha is %.6g s, the link has %.6g s; beta is %.6g s, the "
+                              "link has %.6g s%s", 100 * noise, m.alpha, alpha, m.beta, beta, hint);
     }
     return true;
 }
-
+static bool fit_exact(void) { return fits(0, 1e-6, ""); }
 static bool fit_noisy(void)
 {
-    for (int k = 0; k < 20; k++) {
-        timing           t[16];
-        const double     alpha = grade_real(1e-6, 1e-4), beta = grade_real(1e-9, 1e-7);
-        const link_model m = fit(t, timings(t, alpha, beta, 0.05));
-        if (!(fabs(m.alpha / alpha - 1) < 0.1 && fabs(m.beta / beta - 1) < 0.1))
-            return grade_fail("timings with 5 %% noise: alpha is %.3g s, the link has %.3g s; beta is %.3g s, the link "
-                              "has %.3g s. In a sum of squared seconds only the largest messages count: divide each "
-                              "error by its timing", m.alpha, alpha, m.beta, beta);
-    }
-    return true;
+    return fits(0.05, 0.1, ". In a sum of squared seconds only the largest messages count: divide each error by its "
+                "timing");
 }
 
 static bool formulas(void)

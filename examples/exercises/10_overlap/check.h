@@ -198,39 +198,40 @@ static int expected_buckets(sum_start *b)
     return count;
 }
 
-static bool buckets(void)
+static bool right_buckets(const step_log *l, const sum_start *expected, int count)
 {
-    for (int k = 0; k < 8; k++) {
-        sum_start       expected[LAYERS];
-        const step_log *l = &run.log[0][0];
-        if (!overlap_go(2, grade_int(1000, 15000), 1)) return false;
-        const int count = expected_buckets(expected);
-        for (int i = 0; i < count && i < l->starts; i++)
-            if (l->start[i].at != expected[i].at || l->start[i].n != expected[i].n)
-                return grade_fail("%s: sum %d is of elements %lld to %lld and should be of %lld to %lld: whole layers, "
-                                  "until there are %lld floats or more", run.what, i, (long long)l->start[i].at,
-                                  (long long)(l->start[i].at + l->start[i].n - 1), (long long)expected[i].at,
-                                  (long long)(expected[i].at + expected[i].n - 1), (long long)run.o[0].bucket);
-        if (l->starts != count)
-            return grade_fail("%s: %d sums in a step, and %d are expected", run.what, l->starts, count);
-    }
+    for (int i = 0; i < count && i < l->starts; i++)
+        if (l->start[i].at != expected[i].at || l->start[i].n != expected[i].n)
+            return grade_fail("%s: sum %d is of elements %lld to %lld and should be of %lld to %lld: whole layers, "
+                              "until there are %lld floats or more", run.what, i, (long long)l->start[i].at,
+                              (long long)(l->start[i].at + l->start[i].n - 1), (long long)expected[i].at,
+                              (long long)(expected[i].at + expected[i].n - 1), (long long)run.o[0].bucket);
+    if (l->starts != count)
+        return grade_fail("%s: %d sums in a step, and %d are expected", run.what, l->starts, count);
     return true;
 }
 
-static bool at_once(void)
+static bool right_times(const step_log *l, const sum_start *expected, int count)
+{
+    for (int i = 0; i < count && i < l->starts; i++)
+        if (l->start[i].time > expected[i].time + 1e-6)
+            return grade_fail("%s: sum %d starts at %.3f ms, and its gradients were ready at %.3f ms", run.what, i,
+                              1e3 * l->start[i].time, 1e3 * expected[i].time);
+    return true;
+}
+
+/* Checks the sums of the first step of some runs on two ranks. */
+static bool each_run(bool (*is_right)(const step_log *l, const sum_start *expected, int count))
 {
     for (int k = 0; k < 8; k++) {
-        sum_start       expected[LAYERS];
-        const step_log *l = &run.log[0][0];
+        sum_start expected[LAYERS];
         if (!overlap_go(2, grade_int(1000, 15000), 1)) return false;
-        const int count = expected_buckets(expected);
-        for (int i = 0; i < count && i < l->starts; i++)
-            if (l->start[i].time > expected[i].time + 1e-6)
-                return grade_fail("%s: sum %d starts at %.3f ms, and its gradients were ready at %.3f ms", run.what, i,
-                                  1e3 * l->start[i].time, 1e3 * expected[i].time);
+        if (!is_right(&run.log[0][0], expected, expected_buckets(expected))) return false;
     }
     return true;
 }
+static bool buckets(void) { return each_run(right_buckets); }
+static bool at_once(void) { return each_run(right_times); }
 
 static bool no_wait(void)
 {
