@@ -248,7 +248,8 @@ static bool bpe_vocabulary(bpe *b, bpe_file *f)
     bpe_blank(f);
     if (f->at < f->size) return bpe_fail(f, "text after the closing brace");
     for (id = 0; id < count; id++)
-        if (!b->token[id].known) return bpe_fail(f, "%lld tokens, and none has id %lld", (long long)count, (long long)id);
+        if (!b->token[id].known)
+            return bpe_fail(f, "%lld tokens, and none has id %lld", (long long)count, (long long)id);
     b->count = (int32_t)count;
     for (int i = 0; i < 256; i++) {
         unsigned char byte = (unsigned char)i;
