@@ -126,7 +126,7 @@ doctor 'mathcalls.h(79): error: exception specification is incompatible with cos
 doctor '#error -- unsupported GNU version! gcc versions later than 13 are not supported!' 'set NVCC_CCBIN'
 doctor 'nvcc fatal: Cannot find compiler, error' 'Cannot find compiler'
 # The examples, their devices emulated. 11's weights: a file as published, all of it 3.0039: the vocabulary's 50,257
-# rows are equally likely, what is padded is not.
+# rows are equally likely.
 example() {
     try ${CXX:-c++} -x c++ -std=c++17 -Wall -Wextra -Werror -DHPMLI_BODY_INCLUDED -DHPML_CUDA_BODY -DHPML_COMM_BODY \
         examples/$1.cu -x none build/cuda_on_cpu.o build/nccl_on_cpu.o build/hpml.o build/comm.o \
@@ -164,8 +164,12 @@ json=$(printf '%-1500s' "{${json#,}}")
 says '"loss": [0-9.]*, .*"mfu"' 0 $gpt2 --json
 says '^layer  *op  *fwd us' 0 $gpt2 --profile
 says 'step 1  loss 10.8249' 0 $gpt2 --weights "$tmp/weights"
-says '"wte.weight": the file has 50257x16, the model 50304x8' 1 $gpt2 --weights "$tmp/weights" --width 8
+says '"wte.weight": the file has 50257x16, the model 50257x8' 1 $gpt2 --weights "$tmp/weights" --width 8
 says 'cannot be read' 1 $gpt2 --tokens /nonexistent
+says 'scores differ by [0-9.]*e-0[5-9] at most' 0 $gpt2 --prompt abc --check
+says '^[0-9]* tokens; one takes' 0 $gpt2 --precision bf16 --steps 0 --prompt abc --check
+says '^CPU, f32: ' 0 $gpt2 --cpu
+says '--precision bf16: on the CPU f32 only' 2 $gpt2 --precision bf16 --cpu
 [ -s build/nvcc.found ] || { skip 15 'no nvcc'; finish; }
 
 found=$(cat build/nvcc.found) nvcc=${found%% *} libs= options=
