@@ -316,6 +316,7 @@ struct state {
         if (const char *s = getenv("CUDA_ON_CPU_CHECK")) check = (unsigned)atoi(s);
         if (const char *s = getenv("CUDA_ON_CPU_UNORDERED")) unordered = s;
         if (const char *s = getenv("CUDA_ON_CPU_SMS")) sms = atoi(s);
+        if (const char *s = getenv("CUDA_ON_CPU_DEVICES")) devices = atoi(s);
         streams.push_back(null_stream);
     }
     ~state()
