@@ -15,6 +15,7 @@ done
 mkdir -p "$folder" && rm -f "$folder"/cuda_body*
 "$nvcc" -std=c++17 -arch="$arch" -O2 $fast $options -Xptxas -v --keep --keep-dir "$folder" -c tests/cuda_body.cu \
     -o "$folder/body.o" >"$folder/ptxas.log" 2>&1 || { tail -n 5 "$folder/ptxas.log"; exit 1; }
+times >"$folder/times" # line 2: of the commands that have ended
 wheel=$(python3 -c 'import nvidia; print(list(nvidia.__path__)[0])' 2>/dev/null)
 for file in "$(command -v cuobjdump)" "${nvcc%/*}/cuobjdump" "$wheel"/cu*/bin/cuobjdump; do
     [ -x "$file" ] && [ -z "$dump" ] && dump=$file
@@ -78,8 +79,9 @@ awk -v has_code="${dump:+1}" '
         }
     }' "$folder"/cuda_body*.ptx "$folder/ptxas.log" "$folder/sass.txt" | c++filt | sort -k 6 >"$folder/rows"
 {
-    echo "$arch: registers of a thread, threads of a block, bytes of spills, tensor-core instructions, accesses to local"
-    echo "memory in loops, kernel"
+    awk -F '[ms ]+' 'NR == 2 { printf "compiled in %d s of processor time\n", 60 * ($1 + $3) + $2 + $4 }' "$folder/times"
+    echo "$arch: registers of a thread, threads of a block, bytes of spills, tensor-core instructions, accesses to"
+    echo "local memory in loops, kernel"
     cat "$folder/rows"
 } >"$folder/kernels.txt"
 [ -s "$folder/rows" ] || { echo "no kernel in $folder/ptxas.log"; exit 1; }

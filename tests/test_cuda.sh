@@ -175,7 +175,7 @@ says '^CPU, f32: ' 0 $gpt2 --cpu
 says '--precision bf16: on the CPU f32 only' 2 $gpt2 --precision bf16 --cpu
 example tour/9_own_gradients -I"$tmp/toolkit"
 says '^2 GPUs: the mean of 50 steps has errors up to 0.0' 0 "$tmp/9_own_gradients"
-[ -s build/nvcc.found ] || { skip 16 'no nvcc'; finish; }
+[ -s build/nvcc.found ] || { skip 18 'no nvcc'; finish; }
 
 found=$(cat build/nvcc.found) nvcc=${found%% *} libs= options=
 for word in ${found#"$nvcc"} $(sed 's/-D[^ ]*//' build/zlib.flags); do
@@ -233,6 +233,23 @@ for f in "$tmp"/example*.cu; do
     if nvidia-smi -L >/dev/null 2>&1 || grep -q 'no usable device' "$tmp/err"
     then ok; else bad "$(basename "$f") says nothing about the GPU"; fi
 done
-# What the kernels' machine code may take (build/log/kernels/kernels.txt); compiling for it takes minutes.
+# What the kernels' machine code may take (build/log/kernels/kernels.txt); compiling for it takes minutes. First a
+# kernel that breaks a rule.
+mkdir -p "$tmp/table/build" "$tmp/table/tests"
+cp build/nvcc.found "$tmp/table/build"
+cat >"$tmp/table/tests/cuda_body.cu" <<'CU'
+static __global__ void __launch_bounds__(1024, 2) many_values(float *x)
+{
+    float a[80];
+    for (int i = 0; i < 80; i++) a[i] = x[i * 999];
+    __syncthreads();
+    for (int i = 0; i < 80; i++) x[i * 77 + threadIdx.x] = a[i] * a[79 - i];
+}
+void run(float *x) { many_values<<<1, 128>>>(x); }
+CU
+(cd "$tmp/table" && sh "$OLDPWD/tests/kernel_table.sh" table) >"$tmp/err" 2>&1
+code=$?
+if [ $code -eq 1 ] && grep -q '^spills: 32 1024 [1-9][0-9][0-9] .* many_values' "$tmp/err"
+then ok; else bad 'the table of kernels names one that spills'; fi
 [ -z "$HPML_TEST_ALL" ] || try sh tests/kernel_table.sh build/log/kernels
 finish
