@@ -1823,9 +1823,9 @@ inline void cuda_on_cpu_reset(void)
     emu::state fresh, &all = emu::all;
     all.order = fresh.order, all.lazy = fresh.lazy, all.check = fresh.check, all.fail_malloc = all.fail_launch = 0;
     all.fail_capture = 0;
-    all.absent = cudaSuccess, all.wrong_image = all.expecting = false, all.devices = 1, all.major = 9, all.minor = 0;
-    all.sms = fresh.sms, all.memory = fresh.memory, all.count = {}, all.sticky = emu::last = cudaSuccess;
-    all.sticky_seen = false;
+    all.absent = cudaSuccess, all.wrong_image = all.expecting = false, all.major = 9, all.minor = 0;
+    all.sms = fresh.sms, all.devices = fresh.devices, all.memory = fresh.memory, all.count = {};
+    all.sticky = emu::last = cudaSuccess, all.sticky_seen = false;
 }
 /* Runs it in `orders` orders and compares what stands in the device's memory afterwards: -1 if it is always the same,
    else the first order that gives other bytes. */
