@@ -79,7 +79,8 @@ awk -v has_code="${dump:+1}" '
         }
     }' "$folder"/cuda_body*.ptx "$folder/ptxas.log" "$folder/sass.txt" | c++filt | sort -k 6 >"$folder/rows"
 {
-    awk -F '[ms ]+' 'NR == 2 { printf "compiled in %d s of processor time\n", 60 * ($1 + $3) + $2 + $4 }' "$folder/times"
+    awk -F '[ms ]+' 'NR == 2 { print "compiled in", int(60 * ($1 + $3) + $2 + $4), "s of processor time" }' \
+        "$folder/times"
     echo "$arch: registers of a thread, threads of a block, bytes of spills, tensor-core instructions, accesses to"
     echo "local memory in loops, kernel"
     cat "$folder/rows"
