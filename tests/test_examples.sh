@@ -314,6 +314,9 @@ $gpt2 --steps 0 --prompt x --bpe "$tmp" >"$tmp/out" 2>&1
 check "a tokenizer that is not there is an error" '[ $? -eq 1 ] && says "vocab.json: cannot be opened"'
 $gpt2 --steps 0 --vocabulary 256 --prompt "$(seq -s , 99)" >"$tmp/out" 2>&1
 check "a prompt longer than the context is an error" '[ $? -eq 1 ] && says "prompt: 287 tokens; expected 1 to 32"'
+head -c 200 /dev/zero | tr '\0' '\377' >"$tmp/tokens.bin"
+$gpt2 --vocabulary 256 --tokens "$tmp/tokens.bin" >"$tmp/out" 2>&1
+check "a token above the vocabulary is an error" '[ $? -eq 1 ] && says "token 0 is 65535; the model has 256 tokens"'
 $gpt2 --vocabulary 100 >"$tmp/out" 2>&1
 check "a vocabulary below the text's is an error" '[ $? -eq 1 ] && says "100 tokens; the text has up to 256"'
 fits timeout 60 build/20_lbfgs
