@@ -57,8 +57,8 @@ static bool bpe_fail(bpe_file *f, const char *format, ...)
     va_list a;
     int     n;
     if (f->capacity == 0 || f->error[0]) return false;
-    n = f->line > 0 ? snprintf(f->error, f->capacity, "%s:%d: ", f->path, (int)f->line)
-                    : snprintf(f->error, f->capacity, "%s: ", f->path);
+    if (f->line > 0) n = snprintf(f->error, f->capacity, "%s:%d: ", f->path, (int)f->line);
+    else n = snprintf(f->error, f->capacity, "%s: ", f->path);
     va_start(a, format);
     if (n >= 0 && (size_t)n < f->capacity) vsnprintf(f->error + n, f->capacity - (size_t)n, format, a);
     va_end(a);
@@ -100,7 +100,7 @@ static int bpe_byte(int32_t c)
 static int32_t bpe_character(const unsigned char *p, const unsigned char *end, int *bytes)
 {
     static const int32_t least[5] = { 0, 0, 0x80, 0x800, 0x10000 };
-    int     n = *p < 0x80 ? 1 : *p >= 0xf0 ? 4 : *p >= 0xe0 ? 3 : 2;
+    int     n = 1 + (*p >= 0x80) + (*p >= 0xe0) + (*p >= 0xf0);
     int32_t c = n == 1 ? *p : *p & (0x7f >> n);
     *bytes = 1;
     if ((*p >= 0x80 && *p < 0xc0) || *p >= 0xf8 || end - p < n) return -1;
@@ -295,9 +295,9 @@ static bool bpe_merge_list(bpe *b, bpe_file *f, unsigned char *to)
         if (right < 0) return false;
         int32_t    l = bpe_find(b, to, (size_t)left), r = bpe_find(b, to + left, (size_t)right);
         int32_t    both = bpe_find(b, to, (size_t)(left + right));
-        if (l < 0 || r < 0 || both < 0)
-            return bpe_fail(f, "%s is not a token of the vocabulary",
-                            l < 0 ? "the left one" : both < 0 && r >= 0 ? "what they merge to" : "the right one");
+        if (l < 0 || r < 0)
+            return bpe_fail(f, "the %s one is not a token of the vocabulary", l < 0 ? "left" : "right");
+        if (both < 0) return bpe_fail(f, "what they merge to is not a token of the vocabulary");
         bpe_merge *m = bpe_merge_slot(b, l, r);
         if (m->rank > 0) return bpe_fail(f, "the pair is in line %d already", (int)m->rank);
         m->left = l, m->right = r, m->result = both, m->rank = f->line;

@@ -38,7 +38,6 @@ awk -v has_code="${dump:+1}" '
         tensor[code] = products
         accesses = jumps = products = 0
     }
-    FNR == 1 { part++ } # 1 ..: PTX; then the two other files
     FILENAME ~ /\.ptx$/ {
         if ($0 ~ /\.entry/ && match($0, /_Z[A-Za-z0-9_]*/)) name = substr($0, RSTART, RLENGTH)
         if ($1 == ".maxntid") threads[name] = $2 + 0
