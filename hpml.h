@@ -143,6 +143,7 @@
 //     list   the list of entries that a pass runs, and which values of it are computed again
 //     list-swap   the list of entries: when copies of swapped results begin and end
 //     plan   from a recorded graph to a memory plan: how long each array is needed, and where
+//     plan-grads   where the gradients of a plan stand, and when they are needed
 //     graph   creating graphs and their parts
 //     retain   segments that run again or are swapped, and their choice for a budget of memory
 //     slots   taking memory, choosing a slot
@@ -5746,6 +5747,8 @@ typedef struct hpmli_use {      /* how a part uses the result of a node, or an i
     int  readers[2];            /* for each life: number of entries, forward or again, that read it */
     int  grad_first, grad_last; /* first and last time of the gradient's life */
     bool grad_written;          /* true: a node's backward, or the caller, writes the gradient */
+    bool grad_shared;           /* true: this gradient's memory also has the gradient of another tensor */
+    int  reader, reader_before; /* the last two nodes that read a tensor whose gradient is in this memory; -1: none */
     bool crosses;               /* true: a later node that is in another part reads the result */
 } hpmli_use;
 typedef struct hpmli_plan {     /* a part of a graph while its memory is planned */
@@ -5846,26 +5849,90 @@ HPMLI_FN void hpmli_plan_roots(const hpmli_plan *pl)
     }
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>plan-grads   where the gradients of a plan stand, and when they are needed
+// ---------------------------------------------------------------------------------------------------------------------
+/* The gradient of a reshape is in the memory of its source's gradient; nothing is copied. For a sum y = a + b both
+   gradients equal dy. dy is in the memory of da if no other node has added to da before the sum's backward pass, that
+   is if the sum is the last node that reads a: what other readers of a contribute is added afterwards. db is in the
+   same memory if only the sum reads b, and b's own backward pass, which reads db, is over before other readers of a add
+   to da. So the gradients of all sums of a chain of residual blocks x = x + f(x) are one array. */
+
+/* Notes that node number `reader` reads a tensor whose gradient is in the memory of u's. */
+HPMLI_FN void hpmli_use_read(hpmli_use *u, int reader)
+{
+    if (reader > u->reader) {
+        u->reader_before = u->reader;
+        u->reader        = reader;
+    } else if (reader < u->reader) u->reader_before = hpmli_later(u->reader_before, reader);
+}
+
+/* Puts the gradient of n's result in the memory of that of `root`. */
+HPMLI_FN void hpmli_grad_share(const hpmli_plan *pl, hpml_node *n, hpml_tensor *root)
+{
+    const hpmli_use *u = hpmli_use_of(pl, n->out);
+    hpmli_use       *r = hpmli_use_of(pl, root);
+    n->state->grad_root = root;
+    r->grad_shared      = true;
+    hpmli_use_read(r, u->reader);
+    hpmli_use_read(r, u->reader_before);
+}
+
+/* True if the gradient of n's result, a sum, may be in the memory of that of its source s. both: and the gradient of
+   its other source as well. */
+HPMLI_FN bool hpmli_sum_shares(const hpmli_plan *pl, const hpml_node *n, int s, bool both)
+{
+    const hpml_tensor *y = n->out, *a = n->src[s];
+    const hpml_node   *x = hpmli_node_in(pl->p, a), *other = hpmli_node_in(pl->p, n->src[1 - s]);
+    const hpmli_use   *r = x ? hpmli_use_of(pl, x->state->grad_root) : NULL, *u;
+    bool fits = x && a->needs_grad && a->dtype == y->dtype && a->batch_rows == y->batch_rows && a->ndim == y->ndim;
+    for (int i = 0; i < y->ndim && fits; i++) fits = a->shape[i] == y->shape[i];
+    if (!fits || y == pl->g->loss || r->grad_written || r->reader != n->state->order) return false;
+    if (other && other->state->grad_root == x->state->grad_root) return false; /* a + a */
+    if (!both) return true;
+    u = other ? hpmli_use_of(pl, other->out) : NULL;
+    fits = u && other->op == HPML_OP_LINEAR && other->attr.act.act == HPML_ACT_NONE && /* which only reads db */
+           other->out->needs_grad && other->state->at[HPMLI_WEIGHTS] <= other->state->at[HPMLI_BACKWARD];
+    if (!fits || other->out->dtype != y->dtype || other->out->batch_rows != y->batch_rows) return false;
+    return hpml_tensor_count(other->out) == hpml_tensor_count(y) && other->state->grad_root == other->out &&
+           !u->grad_shared && !u->grad_written && u->reader == n->state->order && u->reader_before < 0 &&
+           r->reader_before < other->state->order;
+}
+
 /* Chooses, for each node of the part, grad_root, the tensor that owns the memory of its result's gradient, and sets
    grad_written where the caller writes this gradient, because another part reads the result. */
 HPMLI_FN void hpmli_plan_grad_roots(const hpmli_plan *pl)
 {
-    for (int i = pl->p->from; i < pl->p->to; i++) {
-        hpml_node *n = pl->g->nodes[i], *x = hpmli_node_in(pl->p, n->src[0]);
+    const hpmli_list *p = pl->p;
+    for (int i = 0; i < pl->g->count + pl->g->leaf_count; i++) pl->uses[i].reader = pl->uses[i].reader_before = -1;
+    for (int i = p->from; i < p->to; i++)
+        for (int j = 0; j < pl->g->nodes[i]->src_count; j++) {
+            hpmli_use *u = hpmli_use_of(pl, pl->g->nodes[i]->src[j]);
+            if (u) hpmli_use_read(u, i);
+        }
+    for (int i = p->from; i < p->to; i++) {
+        hpml_node *n = pl->g->nodes[i], *x = hpmli_node_in(p, n->src[0]);
         hpmli_use *u = &pl->uses[i];
-        bool       given = u->crosses && n->state->has_gradient;
+        bool       given = u->crosses && n->state->has_gradient, shared = false;
         n->state->grad_root = n->out;
         u->grad_first = pl->end;
         u->grad_last  = hpmli_later(n->state->at[HPMLI_BACKWARD], n->state->at[HPMLI_WEIGHTS]);
         if (x && hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) {
             hpml_tensor *root = x->state->grad_root;
             bool         both = given && hpmli_use_of(pl, root)->grad_written; /* the caller writes root's, too */
-            if (!both) n->state->grad_root = root;
+            if (!both) hpmli_grad_share(pl, n, root);
+        }
+        for (int k = 0; k < 4 && n->op == HPML_OP_ADD && !given && !shared; k++) { /* first try to share all three */
+            shared = hpmli_sum_shares(pl, n, k % 2, k < 2);
+            if (!shared) continue;
+            hpml_tensor *root = n->src[k % 2]->node->state->grad_root;
+            hpmli_grad_share(pl, n, root);
+            if (k < 2) n->src[1 - k % 2]->node->state->grad_root = root;
         }
         if (!given) continue;
         u = hpmli_use_of(pl, n->state->grad_root);
         u->grad_written = true;
-        u->grad_first   = pl->p->turn - 1;
+        u->grad_first   = p->turn - 1;
     }
 }
 
@@ -5880,8 +5947,11 @@ HPMLI_FN void hpmli_plan_grads(const hpmli_plan *pl)
         hpml_node *n = g->nodes[i];
         int        time = n->state->at[HPMLI_BACKWARD];
         bool       written = hpmli_use_of(pl, n->state->grad_root)->grad_written;
-        bool       shares  = n->state->grad_root != n->out;
-        if (!n->out->needs_grad || (n->out != g->loss && !written)) continue;
+        bool       shares;
+        if (!n->out->needs_grad || (n->out != g->loss && !written)) {
+            n->state->grad_root = n->out; /* the memory of root will have other gradients, which n must not read */
+            continue;
+        }
         for (int j = 0; j < n->src_count; j++) {
             hpml_tensor *s = n->src[j];
             hpml_node   *from = hpmli_node_in(pl->p, s);
@@ -5894,6 +5964,7 @@ HPMLI_FN void hpmli_plan_grads(const hpmli_plan *pl)
             }
             if (!u) continue;
             r = from ? hpmli_use_of(pl, from->state->grad_root) : u;
+            shares = from && from->state->grad_root == n->state->grad_root;
             n->accumulate[j] = r->grad_written && !shares;
             r->grad_written  = true;
             if (r->grad_first > time) r->grad_first = time;
@@ -7923,7 +7994,7 @@ HPMLI_FN void hpmli_binary_run(const hpml_run *run, hpml_node *n, int first, int
     for (b.side = first; b.side < end; b.side++) {
         hpml_tensor *s     = b.side < 0 ? n->out : n->src[b.side];
         int64_t      tasks = b.w.runs * b.chunks;
-        if (b.side >= 0 && !s->grad) continue;
+        if (b.side >= 0 && (!s->grad || s->grad == n->out->grad)) continue; /* none, or complete: see >>plan-grads */
         if (b.side == 1 && s == n->src[0]) n->accumulate[1] = true; /* x + x: both operands are one tensor */
         if (b.side >= 0 && !n->accumulate[b.side]) b.k->vfill(s->grad, 0, hpml_tensor_count(s));
         if (hpml_tensor_count(s) == hpml_tensor_count(n->out)) hpmli_parallel(run->ctx, tasks, hpmli_binary_task, &b);

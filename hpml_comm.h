@@ -154,6 +154,7 @@
 //     async   work in the background
 //     exchange   1-bit exchange: stripes, owners, two residuals
 //     stripes   the five steps of an exchange, on the host or on a device
+//     exchange-run   an exchange run whole, by a device link, or as tensors get ready
 //     whole-codecs   top-k and low rank: codecs of whole tensors
 // PART III   STEP TOGETHER: data parallelism, mixing
 //     plan   the fields of a plan in one list, the rules of a plan
@@ -681,6 +682,9 @@ typedef struct hpml_exchange_desc {
        steps 3 and 4 of the list above this struct); for example Adagrad (Seide et al. 2014). */
     void (*in_stripe)(void *user, int tensor, int64_t row, int64_t rows, float *sum);
     void                *user;
+    bool                 on_device; /* true: the tensors are in the memory of the GPU of the communicator's context,
+                                       which the library need not have allocated, and the communicator has a device
+                                       link (hpml_nccl_attach); codecs of rows, one contribution, no in_stripe */
     uint32_t             _end;
 } hpml_exchange_desc;
 
@@ -692,7 +696,9 @@ HPML_API void           hpml_exchange_free(hpml_exchange *x); /* optional */
 /* Every tensor becomes the sum, or mean, over all ranks: the same bits on all of them. A NaN or infinity on any rank,
    in a tensor that a codec packs, gives HPML_ERR_NONFINITE on every rank; the residuals of the rows with a NaN or an
    infinity become zero, and the context stays usable: the caller skips this step. Plain tensors are added without a
-   check: the optimizer's update checks them. */
+   check: the optimizer's update checks them. on_device: runs after the work that the context's stream has at the call
+   (hpml_cuda_stream; let it wait for your own streams by an event), and before what it gets later; returns when the
+   other ranks' messages are there, or with an error at the deadline. */
 HPML_API hpml_status hpml_exchange_run(hpml_exchange *x);
 HPML_API hpml_job   *hpml_exchange_start(hpml_exchange *x); /* runs x in the background until hpml_job_wait */
 /* An exchange where ranks finish tensors in different orders, as in Horovod: call it once a run for each tensor, when
@@ -6912,6 +6918,7 @@ typedef enum hpmlc_exchange_mode {
     HPMLC_ANYWHERE,      /* on the host, each tensor where the caller has its array */
     HPMLC_PADDED,        /* on the host, in the trainer's array, each padded to HPML_GRADIENT_ALIGN floats */
     HPMLC_PADDED_LINKED, /* in the trainer's array on a device, and moved by the communicator's device link */
+    HPMLC_LINKED,        /* on a device, each tensor where the caller has its array, and moved by that link */
     HPMLC_NODE_SHARE     /* on the host: this rank's share of the sums of its node's gradients */
 } hpmlc_exchange_mode;
 
@@ -7006,7 +7013,8 @@ HPMLC_FN void hpmlc_exchange_span(hpml_exchange *x)
         if (!high || it->g.data + taken > high) high = it->g.data + taken;
         all += taken;
     }
-    if (!low || high - low != all || (!in_order && x->mode == HPMLC_ANYWHERE)) return;
+    if (!low || high - low != all || (!in_order && (x->mode == HPMLC_ANYWHERE || x->mode == HPMLC_LINKED)))
+        return;
     x->span  = low;
     x->plain = all;
 }
@@ -7167,7 +7175,7 @@ HPMLC_FN hpml_exchange *hpmlc_exchange_make(hpml_comm *c, const hpml_exchange_de
     HPMLC_DESC(hpml_exchange_desc, d, desc);
     if (hpmlc_failed(c) || hpmlc_exchange_check(c, &d) != HPML_OK) return NULL;
     hpml_exchange *x = hpmlc_exchange_new(c, &d, mode);
-    bool           linked = mode == HPMLC_PADDED_LINKED;
+    bool           linked = mode == HPMLC_PADDED_LINKED || mode == HPMLC_LINKED;
     int64_t        most = 0;
     if (!x) return NULL;
     for (int i = 0; i < d.count; i++) most = hpmlc_max(most, d.tensors[i].rows * d.tensors[i].cols);
@@ -7191,7 +7199,18 @@ HPMLC_FN hpml_exchange *hpmlc_exchange_make(hpml_comm *c, const hpml_exchange_de
 
 HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_desc *desc)
 {
-    return hpmlc_exchange_make(c, desc, HPMLC_ANYWHERE);
+    if (hpmlc_failed(c) || !desc || !desc->on_device) return hpmlc_exchange_make(c, desc, HPMLC_ANYWHERE);
+    const hpml_backend    *b = hpml_ctx_backend(c->ctx);
+    const hpml_codec_desc *k = &desc->codec;
+    bool                   all = c->link.begin && !c->link.across;
+    if (b->host || !all || !b->encode || !b->decode || k->custom || hpmlc_whole_codec(k) || desc->leaves > 1 ||
+        desc->in_stripe) {
+        hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "exchange: on_device needs a context on a GPU (here: %s), a device link "
+                   "between all ranks (%s), a codec of rows, at most 1 of .leaves and no .in_stripe", b->name,
+                   all ? "there is one" : "none: call hpml_nccl_attach, not .in_nodes");
+        return NULL;
+    }
+    return hpmlc_exchange_make(c, desc, HPMLC_LINKED);
 }
 
 HPML_API void hpml_exchange_free(hpml_exchange *x)
@@ -7439,11 +7458,61 @@ HPMLC_FN hpml_status hpmlc_exchange_others(hpml_comm *c, hpml_exchange *x)
     return status;
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>exchange-run   an exchange run whole, by a device link, or as tensors get ready
+// ---------------------------------------------------------------------------------------------------------------------
+/* Packs the tensors of x, which are on a device; gives the first messages and the plain tensors to the device link. */
+HPMLC_FN hpml_status hpmlc_exchange_send(hpml_exchange *x)
+{
+    hpml_comm              *c    = x->c;
+    const hpml_device_link *l    = &c->link;
+    bool                    mean = x->d.reduce == HPML_MEAN;
+    x->runs++;
+    x->bad = x->packed > 0 ? hpmlc_exchange_pack(c, x) : 0;
+    hpml_status status = l->begin(l->user);
+    if (status == HPML_OK && x->packed > 0)
+        status = l->swap(l->user, x->sent, x->sent_at, false, x->received, x->received_at);
+    if (status == HPML_OK && x->span) status = l->allreduce(l->user, x->span, x->plain, mean);
+    for (int i = 0; i < x->d.count && !x->span && status == HPML_OK; i++) {
+        const hpml_gradient *g = &x->item[i].g;
+        if (x->item[i].plain) status = l->allreduce(l->user, g->data, g->rows * g->cols, mean);
+    }
+    c->counters.bytes += hpml_exchange_bytes(x);
+    return status == HPML_OK ? l->end(l->user) : status;
+}
+
+/* Makes later work of the device wait for the collectives of the link l. check: the host waits for them first, because
+   this wait has a deadline, while the host's later wait for the device, needed in any case, has none. */
+HPMLC_FN hpml_status hpmlc_link_wait(const hpml_device_link *l, bool check)
+{
+    hpml_status status = check ? l->check(l->user) : HPML_OK;
+    return status == HPML_OK ? l->wait(l->user) : status;
+}
+
+/* Runs an exchange of tensors on a device (hpml_exchange_desc.on_device). */
+HPMLC_FN hpml_status hpmlc_exchange_linked(hpml_comm *c, hpml_exchange *x)
+{
+    const hpml_device_link *l = &c->link;
+    hpml_status             status = hpmlc_exchange_send(x);
+    if (status == HPML_OK) status = hpmlc_link_wait(l, true);
+    if (x->packed == 0 || status != HPML_OK) return status;
+    int64_t bad_sum = hpmlc_exchange_add(c, x);
+    if (x->bad == 0) x->bad = bad_sum;
+    status = l->begin(l->user);
+    if (status == HPML_OK) status = l->swap(l->user, x->sums, x->sum_at, true, x->sums, x->sum_at);
+    if (status == HPML_OK) status = l->end(l->user);
+    if (status == HPML_OK) status = hpmlc_link_wait(l, true);
+    if (status == HPML_OK) hpmlc_exchange_unpack(c, x);
+    if (status == HPML_OK) status = hpmlc_reduce_all(c, &x->bad, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
+    return status == HPML_OK && x->bad ? HPML_ERR_NONFINITE : status;
+}
+
 /* Runs the hpml_exchange `user`. c: the exchange's communicator or, in the background thread, its twin. */
 HPMLC_FN hpml_status hpmlc_exchange_on(hpml_comm *c, void *user)
 {
     hpml_exchange *x = (hpml_exchange *)user;
     if (hpmlc_failed(c)) return hpml_ctx_status(c->ctx);
+    if (x->mode == HPMLC_LINKED) return hpmlc_exchange_linked(c, x);
     x->runs++;
     hpml_status status = hpmlc_exchange_others(c, x), plain = HPML_OK;
     if (status != HPML_OK && status != HPML_ERR_NONFINITE) return status;
@@ -7535,14 +7604,23 @@ HPMLC_FN hpml_status hpmlc_exchange_agreed(hpml_comm *c, void *user)
 
 HPML_API hpml_status hpml_exchange_run(hpml_exchange *x) { return x ? hpmlc_exchange_on(x->c, x) : HPML_ERR_ARGUMENT; }
 
+/* True if x can run in the background; else false, with an error. */
+HPMLC_FN bool hpmlc_exchange_is_host(const hpml_exchange *x)
+{
+    if (x->mode != HPMLC_LINKED) return true;
+    hpmlc_fail(x->c, HPML_ERR_UNSUPPORTED, "exchange: with .on_device only hpml_exchange_run, no job");
+    return false;
+}
+
 HPML_API hpml_job *hpml_exchange_start(hpml_exchange *x)
 {
-    return x ? hpml_background(x->c, hpmlc_exchange_on, x) : NULL;
+    if (!x || hpmlc_failed(x->c) || !hpmlc_exchange_is_host(x)) return NULL;
+    return hpml_background(x->c, hpmlc_exchange_on, x);
 }
 
 HPML_API hpml_job *hpml_exchange_ready(hpml_exchange *x, int tensor)
 {
-    if (!x || hpmlc_failed(x->c)) return NULL;
+    if (!x || hpmlc_failed(x->c) || !hpmlc_exchange_is_host(x)) return NULL;
     if (!x->by) x->by = hpmlc_background_of(x->c);
     if (!x->by) return NULL;
     if (tensor < 0 || tensor >= x->d.count || __atomic_load_n(&x->ready[tensor], __ATOMIC_ACQUIRE)) {
@@ -10910,24 +10988,9 @@ HPMLC_FN bool hpmlc_link_is_chosen(hpml_comm *c, const hpml_plan *plan)
     return !b->host && c->link.begin && by_rows && packs;
 }
 
-HPMLC_FN hpml_status hpmlc_link_start(hpml_distributed *d, hpmlc_bucket *b)
+HPMLC_FN hpml_status hpmlc_link_start(hpml_distributed *d HPMLC_UNUSED, hpmlc_bucket *b)
 {
-    hpml_comm              *c    = d->c;
-    hpml_exchange          *x    = b->now;
-    const hpml_device_link *l    = &c->link;
-    bool                    mean = x->d.reduce == HPML_MEAN;
-    x->runs++;
-    x->bad = x->packed > 0 ? hpmlc_exchange_pack(c, x) : 0;
-    hpml_status status = l->begin(l->user);
-    if (status == HPML_OK && x->packed > 0)
-        status = l->swap(l->user, x->sent, x->sent_at, false, x->received, x->received_at);
-    if (status == HPML_OK && x->span) status = l->allreduce(l->user, x->span, x->plain, mean);
-    for (int i = 0; i < x->d.count && !x->span && status == HPML_OK; i++) {
-        const hpml_gradient *g = &x->item[i].g;
-        if (x->item[i].plain) status = l->allreduce(l->user, g->data, g->rows * g->cols, mean);
-    }
-    c->counters.bytes += hpml_exchange_bytes(x);
-    b->task.status = status == HPML_OK ? l->end(l->user) : status;
+    b->task.status = hpmlc_exchange_send(b->now);
     return HPML_OK;
 }
 
@@ -10968,14 +11031,6 @@ HPMLC_FN hpml_status hpmlc_link_begin(hpml_distributed *d, int64_t samples, floa
 {
     hpml_status status = hpmlc_link_check(d); /* waits for the previous step, whose update the device makes now */
     return status == HPML_OK ? hpmlc_sync_begin(d, samples, loss) : status;
-}
-
-/* Makes later work of the device wait for the collectives of the link l. check: the host waits for them first, because
-   this wait has a deadline, while the host's later wait for the device, needed in any case, has none. */
-HPMLC_FN hpml_status hpmlc_link_wait(const hpml_device_link *l, bool check)
-{
-    hpml_status status = check ? l->check(l->user) : HPML_OK;
-    return status == HPML_OK ? l->wait(l->user) : status;
 }
 
 /* Completes the exchanges of compressed gradients, all buckets at once: adds up and packs this rank's stripes, sends

@@ -340,14 +340,12 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
      x = p + q; ln_2      hpmlg_k_norm                                                 -     25.2     25.2
      mlp.c_fc             cuBLASLt + bias + gelu    (N, C) (C, 4C); keeps z         38.7     17.3    100.7
      mlp.c_proj           cuBLASLt + bias           (N, 4C) (4C, C)                 38.7     55.1     12.6
-   Backward, a layer (17 launches)
-     residual sum         hpmlg_k_binary_back       dy copied to both branches         -     12.6     25.2
+   Backward, a layer (15 launches); the gradients of both residual sums, and of what they add, are one array
      mlp.c_proj  dw       cuBLASLt + bias sums      (C, N) (N, 4C), dw in f32       38.7     62.9      9.4
                  dx       cuBLASLt + gelu'(z)       (N, C) (C, 4C)                  38.7     67.6     50.3
      mlp.c_fc    dw       cuBLASLt + bias sums      (4C, N) (N, C)                  38.7     62.9      9.4
                  dx       cuBLASLt                  (N, 4C) (4C, C)                 38.7     55.1     12.6
      ln_2                 hpmlg_k_norm_back, _params                                   -     40.1     15.0
-     residual sum         hpmlg_k_binary_back                                          -     12.6     25.2
      attn.c_proj dw, dx   cuBLASLt, two launches                                    19.3     39.0     15.0
      attention            hpmlg_k_attn_delta        rowsum(dO O)                       -     25.2      0.4
                           hpmlg_k_attn_back twice   dK and dV; dQ                   32.2    100.6     37.7
@@ -366,18 +364,17 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
 
    Estimated time of a step, in ms (assumed: products run at 550 TFLOP/s, attention forward at 205 and backward at 170,
    as the instructions of the compiled kernels allow; memory-bound kernels at 80 % of 4.8 TB/s; 1.3 us between two of
-   the 309 kernels of the graphs; not measured):
+   the 285 kernels of the graphs; not measured):
      products, 6.07 TFLOP = 3 (12 (29.0 + 9.7 + 38.7 + 38.7) + 633) GFLOP          11.0
      attention forward, 155 GFLOP                                                   0.75
      attention backward, 387 GFLOP; delta                                           2.35
      25 norms with their residual sums, and their gradients, 2.6 GB                 0.7
-     24 gradients of residual sums, 0.9 GB                                          0.25
      cross-entropy, 2.5 GB                                                          0.65
      AdamW, 124.5 M parameters of 30 bytes, 3.7 GB; the gradients' norm, 0.5 GB     1.1
      embeddings                                                                     0.05
      gaps between kernels                                                           0.4
-     sum: 8,192 tokens in 17.2 ms                                                  17.2
-   476,000 tokens/s at 6 x 124.5 M + 12 x 12 C T = 860 MFLOP a token are 41 % of the GPU's peak (MFU). */
+     sum: 8,192 tokens in 17.0 ms                                                  17.0
+   482,000 tokens/s at 6 x 124.5 M + 12 x 12 C T = 860 MFLOP a token are 42 % of the GPU's peak (MFU). */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-language   the CUDA features that kernels use
@@ -1646,8 +1643,8 @@ HPMLG_FN void hpmlg_binary_pass(hpmlg_device *d, hpml_node *n, bool back)
     b.out    = hpmlg_grad(n->out);
     b.add[0] = n->accumulate[0];
     b.add[1] = n->accumulate[1] || n->src[1] == n->src[0];
-    for (int s = 0; s < 2; s++)
-        if (b.same_shape[s]) b.grad[s] = hpmlg_grad(n->src[s]);
+    for (int s = 0; s < 2; s++) /* a gradient in the memory of dy is complete: see >>plan-grads of hpml.h */
+        if (b.same_shape[s] && n->src[s]->raw_grad != n->out->raw_grad) b.grad[s] = hpmlg_grad(n->src[s]);
     if (b.grad[0].p || b.grad[1].p) HPMLG_RUN_BOOL(d, flat, hpmlg_k_binary_back, true, false, blocks, 256, 0, b);
     for (int s = 0; s < 2; s++)
         if (!b.same_shape[s] && n->src[s]->raw_grad)
@@ -5123,22 +5120,25 @@ HPMLG_DEVICE void hpmlg_attn_softmax(const hpmlg_attn &p, float (&s)[M][N][4], f
                                      float (&o)[M][NO][4], int64_t bh, int row, int key, bool edge)
 {
     int   g = (int)threadIdx.x % HPMLG_WARP / 4, t = (int)threadIdx.x % 4;
-    float base2 = p.scale * 1.4426950408889634f;
+    float base2 = fabsf(p.scale) * 1.4426950408889634f;
     bool  changed = false;
     float shrink[M][2];
+    if (p.scale < 0)
+        HPMLG_UNROLL for (int i = 0; i < 4 * M * N; i++) s[i / (4 * N)][i / 4 % N][i % 4] *= -1;
     HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
-        float top = most[i / 2][i % 2], add = 0;
+        float top = -INFINITY, add = 0;
         HPMLG_UNROLL for (int j = 0; j < 2 * N; j++) {
             float &v = s[i / 2][j / 2][i % 2 * 2 + j % 2];
-            v *= base2;
             if (edge && hpmlg_attn_hidden(p, bh, row + 8 * i + g, key + j / 2 * 8 + 2 * t + j % 2)) v = -INFINITY;
             top = fmaxf(top, v);
         }
         top = fmaxf(top, __shfl_xor_sync(HPMLG_ALL_LANES, top, 1));
         top = fmaxf(top, __shfl_xor_sync(HPMLG_ALL_LANES, top, 2));
+        top = fmaxf(most[i / 2][i % 2], top * base2);
+        float minus = top == -INFINITY ? 0 : -top;
         HPMLG_UNROLL for (int j = 0; j < 2 * N; j++) {
             float &v = s[i / 2][j / 2][i % 2 * 2 + j % 2];
-            v = hpmlg_exp2(v - (top == -INFINITY ? 0 : top));
+            v = hpmlg_exp2(v * base2 + minus); /* one fused multiply-add: the score is scaled here and nowhere else */
             add += v;
         }
         float k = top == -INFINITY ? 1 : hpmlg_exp2(most[i / 2][i % 2] - top);

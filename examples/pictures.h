@@ -99,6 +99,7 @@ static void pictures_close(pictures *p)
     free(p->name);
     free(p->label);
     free(p->classes);
+    p->name = p->classes = NULL, p->label = NULL;
     p->count = p->class_count = 0;
 }
 

@@ -700,3 +700,79 @@ TEST(schedules_and_rules)
     ENSURE_NEAR(hpml_lr_scale(HPML_LR_LINEAR, 0.1f, 8), 0.8, 1e-6);
     ENSURE_NEAR(hpml_lr_scale(HPML_LR_SQRT, 0.1f, 4), 0.2, 1e-6);
 }
+
+/* Records y = a + b; plain: as a - (-b), whose gradients the planner does not put in the memory of dy. */
+static hpml_tensor *sum_of(hpml_tensor *a, hpml_tensor *b, bool plain)
+{
+    return plain ? hpml_sub(a, hpml_scale(b, -1, 0)) : hpml_add(a, b);
+}
+
+/* Records a random graph of 14 ops, most of them sums; writes the gradients of its parameters, one after another, to
+   `grads`, and returns their number. *memory: of the activations. */
+static int64_t random_sums(uint64_t seed, bool plain, bool halves, float *grads, size_t *memory)
+{
+    hpml_rng     rng = { .seed = seed };
+    hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1, .seed = 5 });
+    hpml_tensor *x = hpml_input_2d(ctx, 4, 6), *t[16] = { hpml_linear(x, 6, NULL) }, *unused;
+    hpml_memory  m;
+    int64_t      n = 0;
+    for (int k = 1; k < 15; k++) {
+        hpml_tensor *a = t[hpml_rng_below(&rng, k)], *b = t[k - 1];
+        switch (hpml_rng_below(&rng, 7)) {
+        case 0: t[k] = hpml_linear(b, 6, NULL); break;
+        case 1: t[k] = hpml_linear(b, 6, &(hpml_linear_desc){ .activation = HPML_ACT_GELU }); break;
+        case 2: t[k] = hpml_reshape(hpml_tanh(hpml_reshape(b, 1, (int64_t[]){ 24 })), 2, (int64_t[]){ 4, 6 }); break;
+        case 3: t[k] = sum_of(a, hpml_linear(hpml_layernorm(a, NULL), 6, NULL), plain); break;
+        case 4: t[k] = sum_of(b, a, plain); break;
+        default: t[k] = sum_of(a, b, plain);
+        }
+    }
+    unused = sum_of(t[3], t[2], plain);
+    hpml_tensor *loss = hpml_mean(hpml_mul(t[14], t[14]), HPML_ALL_DIMS);
+    hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = loss, .output_count = 1, .outputs = &unused });
+    if (halves) hpml_graph_halves(g);
+    hpml_graph_memory(g, &m);
+    *memory = m.activations;
+    if (hpml_graph_alloc(g) != HPML_OK) return 0;
+    for (int i = 0; i < 24; i++) x->data[i] = hpml_rng_uniform(&rng) - 0.5f;
+    hpml_graph_forward(g, true, 0);
+    hpml_graph_backward_half(g, halves ? HPML_HALF_INPUTS : HPML_HALF_BOTH, 1, false);
+    if (halves) hpml_graph_backward_half(g, HPML_HALF_WEIGHTS, 1, false);
+    for (int i = 0; i < hpml_param_count(ctx); i++) {
+        const hpml_tensor *p = hpml_param_at(ctx, i);
+        for (int64_t j = 0; p->grad && j < hpml_tensor_count(p); j++) grads[n++] = p->grad[j];
+    }
+    n = hpml_ctx_status(ctx) == HPML_OK ? n : 0;
+    hpml_ctx_free(ctx);
+    return n;
+}
+
+TEST(gradients_of_sums_share_memory)
+{
+    static float grads[2][8192];
+    size_t       memory[2], saved = 0;
+    for (uint64_t seed = 0; seed < 300; seed++)
+        for (int halves = 0; halves < 2; halves++) {
+            int64_t n = random_sums(seed, false, halves, grads[0], &memory[0]);
+            ENSURE(n > 0 && n == random_sums(seed, true, halves, grads[1], &memory[1]));
+            for (int64_t i = 0; i < n; i++) ENSURE(grads[0][i] == grads[1][i]);
+            saved += memory[1] - memory[0];
+        }
+    ENSURE(saved > 0);
+}
+
+/* In a chain of residual blocks x = x + f(x) no sum's gradients take memory of their own. */
+TEST(the_gradients_of_a_residual_stream_are_one_array)
+{
+    hpml_ctx    *ctx = hpml_ctx_create(NULL);
+    hpml_tensor *x = hpml_linear(hpml_input_2d(ctx, 4, 8), 8, NULL), *sum[4], *branch[4];
+    for (int i = 0; i < 4; i++) {
+        hpml_tensor *h = hpml_linear(hpml_layernorm(x, NULL), 32, &(hpml_linear_desc){ .activation = HPML_ACT_GELU });
+        branch[i] = hpml_linear(h, 8, NULL);
+        sum[i]    = x = hpml_add(x, branch[i]);
+    }
+    hpml_graph *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = hpml_mean(x, HPML_ALL_DIMS) });
+    ENSURE(hpml_graph_alloc(g) == HPML_OK && sum[0]->raw_grad);
+    for (int i = 0; i < 4; i++) ENSURE(sum[i]->raw_grad == sum[0]->raw_grad && branch[i]->raw_grad == sum[0]->raw_grad);
+    hpml_ctx_free(ctx);
+}

@@ -126,11 +126,14 @@ doctor 'mathcalls.h(79): error: exception specification is incompatible with cos
 doctor '#error -- unsupported GNU version! gcc versions later than 13 are not supported!' 'set NVCC_CCBIN'
 doctor 'nvcc fatal: Cannot find compiler, error' 'Cannot find compiler'
 # The examples, their devices emulated. 11's weights: a file as published, all of it 3.0039: the vocabulary's 50,257
-# rows are equally likely, what is padded is not.
-example() {
+# rows are equally likely.
+mkdir -p "$tmp/toolkit"
+echo "#include \"$PWD/tests/emulator/cuda_on_cpu.h\"" >"$tmp/toolkit/cuda_runtime.h"
+example() { # NAME OPTIONS...
+    name=$1; shift
     try ${CXX:-c++} -x c++ -std=c++17 -Wall -Wextra -Werror -DHPMLI_BODY_INCLUDED -DHPML_CUDA_BODY -DHPML_COMM_BODY \
-        examples/$1.cu -x none build/cuda_on_cpu.o build/nccl_on_cpu.o build/hpml.o build/comm.o \
-        -o "$tmp/$1" -rdynamic -lm -lpthread -ldl $(sed 's/-D[^ ]*//' build/zlib.flags)
+        -DHPML_USE_NCCL "$@" examples/$name.cu -x none build/cuda_on_cpu.o build/nccl_on_cpu.o build/hpml.o \
+        build/comm.o -o "$tmp/${name#*/}" -rdynamic -lm -lpthread -ldl $(sed 's/-D[^ ]*//' build/zlib.flags)
 }
 says() {
     text=$1 want=$2; shift 2
@@ -164,9 +167,15 @@ json=$(printf '%-1500s' "{${json#,}}")
 says '"loss": [0-9.]*, .*"mfu"' 0 $gpt2 --json
 says '^layer  *op  *fwd us' 0 $gpt2 --profile
 says 'step 1  loss 10.8249' 0 $gpt2 --weights "$tmp/weights"
-says '"wte.weight": the file has 50257x16, the model 50304x8' 1 $gpt2 --weights "$tmp/weights" --width 8
+says '"wte.weight": the file has 50257x16, the model 50257x8' 1 $gpt2 --weights "$tmp/weights" --width 8
 says 'cannot be read' 1 $gpt2 --tokens /nonexistent
-[ -s build/nvcc.found ] || { skip 15 'no nvcc'; finish; }
+says 'scores differ by [0-9.]*e-0[5-9] at most' 0 $gpt2 --prompt abc --check
+says '^[0-9]* tokens; one takes' 0 $gpt2 --precision bf16 --steps 0 --prompt abc --check
+says '^CPU, f32: ' 0 $gpt2 --cpu
+says '--precision bf16: on the CPU f32 only' 2 $gpt2 --precision bf16 --cpu
+example tour/9_own_gradients -I"$tmp/toolkit"
+says "^2 GPUs: the mean of 50 steps has errors up to 0[.][01]" 0 env CUDA_ON_CPU_DEVICES=2 "$tmp/9_own_gradients"
+[ -s build/nvcc.found ] || { skip 18 'no nvcc'; finish; }
 
 found=$(cat build/nvcc.found) nvcc=${found%% *} libs= options=
 for word in ${found#"$nvcc"} $(sed 's/-D[^ ]*//' build/zlib.flags); do
@@ -204,15 +213,43 @@ for program in by_nvcc by_gcc bare; do
     else bad "$program: exit $code"; fi
 done
 
-# The header's and the README's examples, with the bodies from above.
+# The header's and the README's examples, with the bodies from above: the compiler takes less than 10 s of processor
+# time for each.
+seconds() { # of processor time, by the commands that have ended
+    times >"$tmp/times"
+    awk -F '[ms ]+' 'NR == 2 { print int(60 * ($1 + $3) + $2 + $4) }' "$tmp/times"
+}
 sed -n '/^\/\/ QUICK EXAMPLE/,/DOES NOT/p' hpml_cuda.cuh | grep '^//     ' | sed 's|^//     ||' >"$tmp/example0.cu"
 awk '/^```cuda$/ { on = 1; n++; next } /^```$/ { on = 0 } on { print > ("'"$tmp"'/example" n ".cu") }' README.md
 for f in "$tmp"/example*.cu; do
+    seconds >"$tmp/before"
     cu -arch=$first -DHPMLI_BODY_INCLUDED -DHPML_CUDA_BODY -include stdio.h "$f" "$tmp/body.o" build/hpml.o \
         -o "${f%.cu}" $libs -Xcompiler -pthread
+    seconds >"$tmp/after"
+    if [ $(($(cat "$tmp/after") - $(cat "$tmp/before"))) -lt 10 ]
+    then ok; else bad "$(basename "$f") takes 10 s or more to compile"; fi
     [ -x "${f%.cu}" ] || continue
     "${f%.cu}" >"$tmp/err" 2>&1
     if nvidia-smi -L >/dev/null 2>&1 || grep -q 'no usable device' "$tmp/err"
     then ok; else bad "$(basename "$f") says nothing about the GPU"; fi
 done
+# What the kernels' machine code may take (build/log/kernels/kernels.txt); compiling for it takes minutes. First a
+# kernel that breaks a rule.
+mkdir -p "$tmp/table/build" "$tmp/table/tests"
+cp build/nvcc.found "$tmp/table/build"
+cat >"$tmp/table/tests/cuda_body.cu" <<'CU'
+static __global__ void __launch_bounds__(1024, 2) many_values(float *x)
+{
+    float a[80];
+    for (int i = 0; i < 80; i++) a[i] = x[i * 999];
+    __syncthreads();
+    for (int i = 0; i < 80; i++) x[i * 77 + threadIdx.x] = a[i] * a[79 - i];
+}
+void run(float *x) { many_values<<<1, 128>>>(x); }
+CU
+(cd "$tmp/table" && sh "$OLDPWD/tests/kernel_table.sh" table) >"$tmp/err" 2>&1
+code=$?
+if [ $code -eq 1 ] && grep -q '^spills: 32 1024 [1-9][0-9][0-9] .* many_values' "$tmp/err"
+then ok; else bad 'the table of kernels names one that spills'; fi
+[ -z "$HPML_TEST_ALL" ] || try sh tests/kernel_table.sh build/log/kernels
 finish

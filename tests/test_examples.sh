@@ -326,6 +326,28 @@ fits timeout 60 build/39_pretrain
 check "pretraining layer by layer: errors fall, accuracy with few labels rises" \
     '[ $? -eq 0 ] && [ "$(grep -c "^stage [012].* -> 0\.[0-2]" "$tmp/out")" = 3 ] &&
         awk "/^ *200 / { n += \$4 > \$2 } /^ *4000 / { n += \$4 > \$2 - 0.3 } END { exit n != 2 }" "$tmp/out"'
+gpt2="build/11_gpt2_cpu --layers 2 --width 32 --heads 4 --context 32 --batch 4 --lr 0.003"
+fits timeout 60 $gpt2 --bpe tests/bpe --tokens README.md --steps 40 --prompt "The gradients" --check
+check "GPT-2 on the CPU learns, and writes with a cache what a whole pass writes" 'says "^CPU, f32: " &&
+    says "^The gradients" && says "scores differ by [0-9.]*e-0[5-9] at most" &&
+    awk "/^step 1 / { a = \$4 } /^step 40 / { b = \$4 } END { exit !(a > 6 && b < a - 0.3) }" "$tmp/out"'
+one=$($gpt2 --vocabulary 256 --steps 0 --prompt x --seed 3 | head -n 2)
+two=$($gpt2 --vocabulary 256 --steps 0 --prompt x --seed 3 --length 99 | head -n 2)
+check "the same text with the same seed, up to the context's end" '[ -n "$one" ] && [ "$one" = "$two" ]'
+two=$($gpt2 --vocabulary 256 --steps 0 --prompt x --seed 4 | head -n 2)
+check "another text with another seed" '[ "$one" != "$two" ]'
+one=$($gpt2 --vocabulary 256 --steps 0 --prompt x --temperature 0 | head -n 2)
+two=$($gpt2 --vocabulary 256 --steps 0 --prompt x --top-k 1 | head -n 2)
+check "temperature 0 is the likeliest token, as top-k 1 is" '[ -n "$one" ] && [ "$one" = "$two" ]'
+$gpt2 --steps 0 --prompt x --bpe "$tmp" >"$tmp/out" 2>&1
+check "a tokenizer that is not there is an error" '[ $? -eq 1 ] && says "vocab.json: cannot be opened"'
+$gpt2 --steps 0 --vocabulary 256 --prompt "$(seq -s , 99)" >"$tmp/out" 2>&1
+check "a prompt longer than the context is an error" '[ $? -eq 1 ] && says "prompt: 287 tokens; expected 1 to 32"'
+head -c 200 /dev/zero | tr '\0' '\377' >"$tmp/tokens.bin"
+$gpt2 --vocabulary 256 --tokens "$tmp/tokens.bin" >"$tmp/out" 2>&1
+check "a token above the vocabulary is an error" '[ $? -eq 1 ] && says "token 0 is 65535; the model has 256 tokens"'
+$gpt2 --vocabulary 100 >"$tmp/out" 2>&1
+check "a vocabulary below the text's is an error" '[ $? -eq 1 ] && says "100 tokens; the text has up to 256"'
 fits timeout 60 build/20_lbfgs
 check "L-BFGS on ranks finds the weights of one rank; a slow worker costs little" \
     '[ $? -eq 0 ] && says "step 15  loss 0.4131487" && says "^portions: 4"'
@@ -387,7 +409,8 @@ fits build/05_allreduce --ranks 2 --max 4096
 fits build/17_plans strategy=local,period=10 strategy=gossip,topology=pairs
 fits build/08_simulate --out "$files" --ranks 64
 for program in 01_xor 04_embed_cpp 07_digits 06_onebit_dropin 09_queue 18_own_op; do fits build/$program; done
-for program in 02_mnist 03_charlm 05_allreduce 08_simulate 13_parameter_server 21_federated 31_generate; do
+for program in 02_mnist 03_charlm 05_allreduce 08_simulate 11_gpt2_cpu 13_parameter_server 21_federated \
+    31_generate; do
     fits build/$program --help
     check "$program --help" 'says "^  --[a-z]* "'
 done

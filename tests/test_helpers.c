@@ -1,4 +1,4 @@
-/* The files to copy under examples/: charts, event files for TensorBoard, folders of pictures. */
+/* The files to copy under examples/: charts, event files for TensorBoard, folders of pictures, a tokenizer. */
 #include "../hpml.h"
 #define STBI_VERSION 0 /* a stand-in for stb_image.h, which reads binary PPM files alone */
 #include <stdio.h>
@@ -17,6 +17,7 @@ static unsigned char *stbi_load(const char *path, int *width, int *height, int *
     return p;
 }
 static void stbi_image_free(void *p) { free(p); }
+#include "../examples/bpe.h"
 #include "../examples/pictures.h"
 #include "../examples/events.h"
 #include "../examples/plot.h"
@@ -137,4 +138,138 @@ TEST(a_folder_of_pictures_is_a_dataset)
     p.folder = "/no such folder";
     ENSURE_ERROR(ctx, !pictures_open(ctx, &p), HPML_ERR_OPEN, "no such folder");
     hpml_ctx_free(ctx);
+}
+
+/* Texts and their ids by the Python package tokenizers 0.23 (ByteLevelBPETokenizer) with the files of tests/bpe. */
+static const struct { const char *text, *ids; } golden[] = {
+    { "", "" },
+    { "the", "330 68" },
+    { "The gradients of the model", "51 71 68 438 276 318 286 279 281 375" },
+    { "Hello, world!", "39 359 323 11 275 268 75 67 0" },
+    { "don't we'll I'm they've it's he'd you're 'sharp' DON'T",
+      "67 291 6 83 275 68 6 75 75 220 40 6 76 279 88 6 410 340 406 317 68 6 67 411 78 84 6 274 220 6 82 71 320 "
+      "79 6 220 35 46 45 6 51" },
+    { "a  b   c", "64 220 277 269 285" },
+    { "  two spaces before", "220 257 86 78 264 79 64 66 261 277 68 69 268 68" },
+    { "tabs\tand\nlines\n\n  indented", "83 64 65 82 197 64 280 198 75 260 261 198 198 220 299 67 391 287" },
+    { "trailing  ", "83 266 315 331 269" },
+    { "x = 12345 + 6.78e-9;", "87 344 316 17 18 19 20 220 10 220 21 13 22 23 68 12 24 26" },
+    { "hpml_cuda_text(ctx, text, sizeof text)",
+      "273 62 367 67 64 62 83 293 83 7 381 11 257 293 83 11 264 72 89 68 78 69 257 293 83 8" },
+    { "--option=value_of(this)", "12 12 399 83 336 28 85 307 84 68 62 78 69 7 330 306 8" },
+    { "''s 's's '", "6 6 82 220 6 82 406 220 6" },
+    { "\r\n\r\nwindows\r\n", "201 198 201 198 86 260 67 78 86 82 201 198" },
+    { "aaaaaaaaaaaaaaaa eeeeee ttttttt",
+      "64 64 64 64 64 64 64 64 64 64 64 64 64 64 64 64 220 68 68 68 68 68 68 257 83 83 83 83 83 83" },
+    { "for (int i = 0; i < n; i++) x[i] += 1;",
+      "69 268 289 260 83 220 72 344 371 26 220 72 220 27 298 26 220 72 10 10 8 220 87 58 72 60 220 10 28 316 26" },
+    { " leading", "292 303 67 331" },
+    { "a\1b\177c\34d", "64 189 65 221 66 216 67" },
+    { "A1b2C3", "32 16 65 17 34 18" },
+    { "<|endoftext|>", "27 91 276 67 78 69 83 293 83 91 29" },
+    { "re re're", "274 360 6 274" },
+    { "3rd 100,000.5%", "18 81 67 316 15 15 11 15 15 15 13 20 4" },
+    { "\n", "198" },
+    { " ", "220" },
+    { "the the  the   the", "330 68 279 220 279 269 279" },
+};
+
+static const char *bpe_error(const char *vocabulary, const char *merges)
+{
+    static char error[400];
+    bpe *b = bpe_load(vocabulary, merges, error, sizeof error);
+    bpe_free(b);
+    return b ? "loaded" : error;
+}
+
+TEST(tokens_are_those_of_the_reference_tokenizer)
+{
+    char error[200], text[1000];
+    bpe *b = bpe_load("tests/bpe/vocab.json", "tests/bpe/merges.txt", error, sizeof error);
+    ENSURE(b && b->count == 448 && bpe_find(b, "<|endoftext|>", 13) == 447);
+    for (size_t g = 0; g < sizeof golden / sizeof golden[0]; g++) {
+        int32_t ids[200];
+        int64_t n = bpe_encode(b, golden[g].text, strlen(golden[g].text), ids);
+        text[0] = 0;
+        for (int64_t i = 0; i < n; i++) sprintf(text + strlen(text), i ? " %d" : "%d", (int)ids[i]);
+        if (strcmp(text, golden[g].ids) != 0) printf("%s: %s\n", golden[g].text, text);
+        ENSURE(strcmp(text, golden[g].ids) == 0);
+    }
+    bpe_free(b);
+}
+
+TEST(any_bytes_come_back_from_tokens)
+{
+    char     error[200];
+    bpe     *b = bpe_load("tests/bpe/vocab.json", "tests/bpe/merges.txt", error, sizeof error);
+    hpml_rng rng = { .seed = 7 };
+    ENSURE(b);
+    for (int run = 0; run < 300; run++) { /* random bytes; at last one long piece, which must not take n^2 time */
+        static char    from[200000], to[200000];
+        static int32_t ids[200000];
+        const char    *scripts = "\u00e9t\u00e9 \u2014 \u041f\u0440\u0438\u0432\u0435\u0442 \u65e5\u672c\u8a9e";
+        size_t         n = run == 299 ? sizeof from : (size_t)(200 * hpml_rng_uniform(&rng)), at = 0, length;
+        for (size_t i = 0; i < n; i++) from[i] = run == 299 ? "the"[i % 3] : (char)(256 * hpml_rng_uniform(&rng));
+        if (run == 0) n = strlen(strcpy(from, scripts));
+        int64_t count = bpe_encode(b, from, n, ids);
+        for (int64_t i = 0; i < count; i++, at += length) {
+            const unsigned char *p = bpe_bytes(b, ids[i], &length);
+            ENSURE(p && at + length <= n);
+            memcpy(to + at, p, length);
+        }
+        ENSURE(at == n && memcmp(from, to, n) == 0);
+    }
+    size_t none;
+    ENSURE(!bpe_bytes(b, 448, &none) && none == 0 && !bpe_bytes(b, -1, &none));
+    bpe_free(b);
+}
+
+TEST(bad_vocabularies_and_merges_are_refused_with_line_and_reason)
+{
+    static const struct { const char *text, *reason; } vocabularies[] = {
+        { "", ":1: the file ends where '{' is expected" },
+        { "{\n}", ":2: expected '\"', found byte 0x7d" },
+        { "{\"a\": 0\n\"b\": 1}", ":2: expected '}', found byte 0x22" },
+        { "{\"a\" 0}", ":1: expected ':', found byte 0x30" },
+        { "{\"a\": -1}", ":1: expected an id, a whole number of at least 0" },
+        { "{\"a\": 99999999999999999999}", ":1: an id above 5: ids are 0 to" },
+        { "{\"a\": 0, \"\\u0061\": 1}", ":1: the token with id 1 has id 0 already" },
+        { "{\"a\": 0,\n \"b\": 0}", ":2: two tokens have id 0" },
+        { "{\"a\": 0, \"b\": 2}", ":1: 2 tokens, and none has id 1" },
+        { "{\"a\": 0} x", ":1: text after the closing brace" },
+        { "{\"a\": 0}", ":1: no token for the single byte 0" },
+        { "{\"\": 0}", ":1: an empty token" },
+        { "{\"a b\": 0}", ":1: a token with character U+0020, which stands for no byte" },
+        { "{\"\\u65e5\": 0}", ":1: a token with character U+65E5, which stands for no byte" },
+        { "{\"\\u01\": 0}", ":1: a token with an invalid escape or byte" },
+        { "{\"\xc3\": 0}", ":1: a token with an invalid escape or byte" },
+        { "{\"a", ":1: the file ends within a token" } };
+    static const struct { const char *text, *reason; } merges[] = {
+        { "#version: 0.2\ne r\nnothing\n", ":3: expected two tokens with one space between them" },
+        { "e r\n\n", ":2: expected two tokens with one space between them" },
+        { "e r x\n", ":1: expected two tokens with one space between them" },
+        { "e  r\n", ":1: expected two tokens with one space between them" },
+        { "e r\r\ne r\r\n", ":2: the pair is in line 1 already" },
+        { "zz r\n", ":1: the left one is not a token of the vocabulary" },
+        { "z \xc4\xa0zz", ":1: the right one is not a token of the vocabulary" },
+        { "z z\n", ":1: what they merge to is not a token of the vocabulary" } };
+    const char *vocabulary = "tests/bpe/vocab.json", *list = "tests/bpe/merges.txt";
+    for (size_t i = 0; i < sizeof vocabularies / sizeof vocabularies[0]; i++) {
+        const char *text = bpe_error(put("vocab.json", vocabularies[i].text, strlen(vocabularies[i].text)), list);
+        if (!strstr(text, vocabularies[i].reason)) printf("%s: %s\n", vocabularies[i].text, text);
+        ENSURE(strstr(text, vocabularies[i].reason) && strstr(text, "vocab.json"));
+    }
+    for (size_t i = 0; i < sizeof merges / sizeof merges[0]; i++) {
+        const char *text = bpe_error(vocabulary, put("merges.txt", merges[i].text, strlen(merges[i].text)));
+        if (!strstr(text, merges[i].reason)) printf("%s: %s\n", merges[i].text, text);
+        ENSURE(strstr(text, merges[i].reason) && strstr(text, "merges.txt"));
+    }
+    ENSURE(strstr(bpe_error("/nonexistent/v", list), "/nonexistent/v: cannot be opened"));
+    ENSURE(strstr(bpe_error(vocabulary, "tests"), "tests: cannot be read"));
+    static char whole[8000];
+    FILE       *f = fopen(vocabulary, "rb");
+    size_t      size = f ? fread(whole, 1, sizeof whole, f) : 0;
+    ENSURE(f && fclose(f) == 0 && size > 5000 && size < sizeof whole);
+    for (size_t cut = 0; cut + 2 < size; cut += 7) /* without its end the file is an error, not a smaller vocabulary */
+        ENSURE(strncmp(bpe_error(put("vocab.json", whole, cut), list), "loaded", 6) != 0);
 }

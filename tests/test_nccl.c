@@ -527,6 +527,74 @@ TEST(files_of_a_killed_run_do_not_matter)
     }
 }
 
+/* An exchange of arrays that the library has not allocated: a packed one and a vector, which is plain. */
+typedef struct own_arrays {
+    job   j; /* first, because `place` reads it */
+    int   codec, nan_at; /* nan_at: run in which rank 1 has a NaN; 0: none */
+    bool  host, unlinked, background;
+    float result[4][6 * 50 + 7];
+    int   status[4][4];
+    char  text[768];
+} own_arrays;
+
+static hpml_status exchange_own(hpml_comm *c, void *user)
+{
+    own_arrays         *o = (own_arrays *)user;
+    hpml_ctx           *ctx = hpml_comm_ctx(c);
+    const hpml_backend *b = hpml_ctx_backend(ctx);
+    int                 rank = hpml_comm_rank(c);
+    float               host[6 * 50 + 7], *x = host;
+    if (!o->host && !o->unlinked && hpml_nccl_attach(c, NULL) != HPML_OK) return hpml_ctx_status(ctx);
+    if (!o->host) x = (float *)b->alloc(hpml_ctx_device(ctx), sizeof host);
+    hpml_gradient      g[2] = { { "own", x, 6, 50 }, { "vector", x + 6 * 50, 1, 7 } };
+    hpml_exchange_desc d = { .count = 2, .tensors = g, .codec.kind = (hpml_codec_kind)o->codec, .reduce = HPML_MEAN,
+                             .on_device = !o->host };
+    hpml_exchange     *e = hpml_exchange_create(c, &d);
+    for (int run = 1; run <= 3 && e; run++) {
+        for (int i = 0; i < 6 * 50 + 7; i++) host[i] = (float)((i * 37 + run * 11 + rank * 5) % 101 - 50);
+        if (run == o->nan_at && rank == 1) host[70] = NAN;
+        if (!o->host) b->write(hpml_ctx_device(ctx), x, host, sizeof host);
+        o->status[rank][run] = hpml_exchange_run(e);
+        if (o->status[rank][run] != HPML_OK && o->status[rank][run] != HPML_ERR_NONFINITE) break;
+        if (!o->host) b->read(hpml_ctx_device(ctx), host, x, sizeof host);
+    }
+    memcpy(o->result[rank], host, sizeof host);
+    if (o->background) hpml_job_wait(hpml_exchange_start(e));
+    hpml_status status = hpml_ctx_status(ctx);
+    hpml_exchange_free(e);
+    if (!o->host) b->free(hpml_ctx_device(ctx), x, 0);
+    return status;
+}
+
+TEST(arrays_of_a_caller_on_devices_are_exchanged_as_on_the_host)
+{
+    static own_arrays o[2];
+    for (int codec = 0; codec <= HPML_CODEC_TWOBIT; codec++)
+        for (int nan_at = 0; nan_at <= 2; nan_at += 2) {
+            for (int host = 0; host < 2; host++) {
+                memset(&o[host], 0, sizeof o[host]);
+                o[host].codec = codec, o[host].nan_at = nan_at, o[host].host = o[host].j.cpu = host;
+                hpml_launch_desc l = { .ranks = 3, .timeout = 20, .place = place, .ctx.threads = 1 };
+                nccl_on_cpu_reset(3, 1);
+                if (hpml_launch(&l, exchange_own, &o[host], o[host].text, sizeof o[host].text) != HPML_OK)
+                    printf("    %s\n", o[host].text);
+                ENSURE(o[host].text[0] == 0);
+            }
+            for (int r = 0; r < 3; r++) {
+                ENSURE(memcmp(o[0].status[r], o[1].status[r], sizeof o[0].status[r]) == 0);
+                for (int i = 0; i < 6 * 50 + 7; i++) ENSURE(o[0].result[r][i] == o[1].result[r][i]);
+            }
+        }
+    hpml_launch_desc l = { .ranks = 3, .timeout = 20, .place = place, .ctx.threads = 1 };
+    o[0].background = true;
+    nccl_on_cpu_reset(3, 1);
+    ENSURE(hpml_launch(&l, exchange_own, &o[0], o[0].text, sizeof o[0].text) == HPML_ERR_UNSUPPORTED);
+    ENSURE(strstr(o[0].text, "with .on_device only hpml_exchange_run"));
+    o[0].unlinked = true;
+    ENSURE(hpml_launch(&l, exchange_own, &o[0], o[0].text, sizeof o[0].text) == HPML_ERR_UNSUPPORTED);
+    ENSURE(strstr(o[0].text, "a device link between all ranks (none: call hpml_nccl_attach"));
+}
+
 TEST(nccl_errors)
 {
     hpml_status s;

@@ -324,6 +324,7 @@ struct state {
         if (const char *s = getenv("CUDA_ON_CPU_CHECK")) check = (unsigned)atoi(s);
         if (const char *s = getenv("CUDA_ON_CPU_UNORDERED")) unordered = s;
         if (const char *s = getenv("CUDA_ON_CPU_SMS")) sms = atoi(s);
+        if (const char *s = getenv("CUDA_ON_CPU_DEVICES")) devices = atoi(s);
         streams.push_back(null_stream);
     }
     ~state()
@@ -1830,9 +1831,9 @@ EMU_FN void cuda_on_cpu_reset(void)
     emu::state fresh, &all = emu::all;
     all.order = fresh.order, all.lazy = fresh.lazy, all.check = fresh.check, all.fail_malloc = all.fail_launch = 0;
     all.fail_capture = 0;
-    all.absent = cudaSuccess, all.wrong_image = all.expecting = false, all.devices = 1, all.major = 9, all.minor = 0;
-    all.sms = fresh.sms, all.memory = fresh.memory, all.count = {}, all.sticky = emu::last = cudaSuccess;
-    all.sticky_seen = false;
+    all.absent = cudaSuccess, all.wrong_image = all.expecting = false, all.major = 9, all.minor = 0;
+    all.sms = fresh.sms, all.devices = fresh.devices, all.memory = fresh.memory, all.count = {};
+    all.sticky = emu::last = cudaSuccess, all.sticky_seen = false;
 }
 /* Runs it in `orders` orders and compares what stands in the device's memory afterwards: -1 if it is always the same,
    else the first order that gives other bytes. */
