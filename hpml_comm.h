@@ -3979,12 +3979,17 @@ HPMLC_FN void hpmlc_fork_block(hpml_comm *c, hpml_message *const *m, int count, 
     if (!moved && __atomic_load_n(&self->changes, __ATOMIC_SEQ_CST) == seen) hpmlc_nap(fmin(seconds, 30e-6));
 #endif
     __atomic_sub_fetch(&self->sleepers, 1, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&self->awaits, 0, __ATOMIC_RELEASE);
+}
+
+HPMLC_FN void hpmlc_fork_unblock(hpml_comm *c, hpml_message *m HPMLC_UNUSED)
+{
+    const hpmlc_fork *f = hpmlc_world_of(c)->fork;
+    __atomic_store_n(&f->rank[f->self].awaits, 0, __ATOMIC_RELEASE);
 }
 
 static const hpml_transport hpmlc_fork_transport = {
     "fork", hpmlc_threads_locate, hpmlc_threads_open, hpmlc_threads_absent, hpmlc_threads_split, hpmlc_threads_close,
-    hpmlc_fork_start, hpmlc_fork_test, hpmlc_fork_block, NULL, hpmlc_fork_abandon,
+    hpmlc_fork_start, hpmlc_fork_test, hpmlc_fork_block, hpmlc_fork_unblock, hpmlc_fork_abandon,
     hpmlc_threads_announce_failure, hpmlc_threads_announce_busy, hpmlc_threads_stuck_at, hpmlc_threads_why_lost,
     NULL, hpmlc_threads_shares_core, NULL, NULL, /* no .allreduce; has a delay between nodes; is always concurrent */
     true, (size_t)512 << 10, 2e-6, 0.25e-9, NULL
@@ -5994,7 +5999,7 @@ HPMLC_FN void hpmlc_fork_ended(hpml_world *w, int rank, int how)
     if (__atomic_load_n(&s->ended, __ATOMIC_ACQUIRE)) return;
     if (killed) snprintf(text, sizeof text, "its process was killed by signal %d", WTERMSIG(how));
     else snprintf(text, sizeof text, "its process ended early, with exit code %d", how < 0 ? how : WEXITSTATUS(how));
-    s->status = HPML_ERR_COMM;
+    s->status = hpmlc_world_failed(w) ? HPML_ERR_PEER : HPML_ERR_COMM; /* PEER: not the cause of the failure */
     hpmlc_start_error(s, rank, text);
     if (s->d->survive) hpmlc_world_lose(w, rank, 0, text);
     else hpmlc_world_fail(w, rank, text);
