@@ -187,7 +187,7 @@ moved() {
     check "HPML_RUN=$1" 'says "^# $where,"'
 }
 moved serial '1 ranks, transport threads'; moved threads:3 '3 ranks, transport threads'
-moved clock:2 '2 ranks, transport clock'
+moved clock:2 '2 ranks, transport clock'; moved fork:4 '4 ranks, transport fork'
 if [ -z "$lack" ]; then
     HPML_RUN=mpi timeout 60 "$mpiexec" $mpi_options -n 2 build/05_allreduce_mpi --max 4096 --algorithm ring \
         >"$tmp/out" 2>&1
