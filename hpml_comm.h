@@ -2669,7 +2669,14 @@ typedef struct hpmlc_fault { /* the first failure in a world, which ends the wai
     int64_t     parts;   /* FORK: number of communicators that were made by splitting */
 } hpmlc_fault;
 
-typedef struct hpmlc_fork hpmlc_fork; /* what forked processes share: see >>fork */
+typedef struct hpmlc_process { /* a rank that is a forked process, as the others see it; in shared memory */
+    int changes, sleepers; /* threads sleep until .changes grows; the number of sleeping threads */
+    int awaits;            /* 1 + the only rank that this one waits for; 0: none */
+    int core;              /* 1 + the core on which it last waited */
+    int pad[12];           /* fills a cache line */
+} hpmlc_process;
+
+typedef struct hpmlc_fork hpmlc_fork; /* see >>fork */
 
 struct hpml_world {
     hpml_transport_kind kind;
@@ -2681,7 +2688,8 @@ struct hpml_world {
     bool               *left;     /* (ranks) true: has closed the communicator of hpml_comm_create */
     hpmlc_loss         *lost;     /* (ranks) */
     hpmlc_fault        *fault;
-    hpmlc_fork         *fork;     /* FORK: has the memory of .left, .lost, .fault and .busy; else NULL */
+    hpmlc_fork         *fork;     /* FORK: has the memory of .left, .lost, .fault, .busy and .process; else NULL */
+    hpmlc_process      *process;  /* FORK: (ranks) */
     bool                buffered; /* true: sends are copied, and done at once: CLOCK, or some link takes time */
     hpmlc_vthread      *vthreads, *turn; /* CLOCK: all threads, and the one that runs */
     int                 vthread_count;
@@ -2767,11 +2775,11 @@ HPMLC_FN const char *hpmlc_world_text(const hpml_world *w)
 }
 
 HPMLC_FN void hpmlc_vthreads_wake(hpml_world *w);
-HPMLC_FN void hpmlc_fork_wake(const hpml_world *w, int rank);
+HPMLC_FN void hpmlc_fork_wake(const hpml_world *w, int rank, bool always);
 /* Wakes all threads that sleep in world w. The caller holds w->mutex. */
 HPMLC_FN void hpmlc_world_wake(hpml_world *w)
 {
-    for (int i = 0; i < w->ranks && w->fork; i++) hpmlc_fork_wake(w, i);
+    for (int i = 0; i < w->ranks && w->fork; i++) hpmlc_fork_wake(w, i, true);
     hpmlc_vthreads_wake(w);
     if (w->kind == HPML_TRANSPORT_CLOCK) return; /* in virtual time no thread sleeps at an inbox */
     for (hpmlc_group *r = w->groups; r; r = r->next)
@@ -3025,14 +3033,13 @@ HPMLC_FN const char *hpmlc_threads_why_lost(const hpml_comm *c, int peer)
     return loss && loss->at <= hpml_comm_now(c) ? loss->text : NULL;
 }
 
-HPMLC_FN int hpmlc_fork_awaited(const hpml_world *w, int rank);
 /* Returns the rank that rank `rank` of world w waits for; -1: none, because `rank` computes or hangs. A group has the
    inboxes of one communicator. The inbox of `rank` in *group is checked before those in other groups, because a thread
    may wait for its own background thread. *group: gets the group of that inbox. The caller holds w->mutex. */
 HPMLC_FN int hpmlc_world_awaited(hpml_world *w, hpmlc_group **group, int rank)
 {
     hpmlc_group *first = *group;
-    if (w->fork) return hpmlc_fork_awaited(w, rank);
+    if (w->fork) return __atomic_load_n(&w->process[rank].awaits, __ATOMIC_ACQUIRE) - 1;
     for (hpmlc_group *r = first, *next = w->groups; r; r = next, next = next ? next->next : NULL)
         for (int i = 0; i < r->size; i++) {
             int peer = __atomic_load_n(&r->inbox[i].peer, __ATOMIC_ACQUIRE);
@@ -3349,13 +3356,12 @@ HPMLC_FN bool hpmlc_on_one_core(const hpml_comm *c HPMLC_UNUSED, int *mine HPMLC
 }
 #endif
 
-HPMLC_FN int *hpmlc_fork_core(const hpml_world *w, int rank);
 HPMLC_FN bool hpmlc_threads_shares_core(hpml_comm *c, int peer)
 {
-    hpmlc_inbox      *in = hpmlc_group_of(c)->inbox;
-    const hpml_world *w  = hpmlc_world_of(c);
-    if (!w->fork) return hpmlc_on_one_core(c, &in[c->rank].core, &in[peer].core);
-    return hpmlc_on_one_core(c, hpmlc_fork_core(w, c->origin[c->rank]), hpmlc_fork_core(w, c->origin[peer]));
+    hpmlc_inbox   *in = hpmlc_group_of(c)->inbox;
+    hpmlc_process *p  = hpmlc_world_of(c)->process;
+    if (!p) return hpmlc_on_one_core(c, &in[c->rank].core, &in[peer].core);
+    return hpmlc_on_one_core(c, &p[c->origin[c->rank]].core, &p[c->origin[peer]].core);
 }
 
 /* Completes the receive m from the send `sent`, then marks that send done and wakes its sender, or frees `sent` where
@@ -3703,17 +3709,9 @@ typedef struct __attribute__((may_alias)) hpmlc_transit {
 } hpmlc_transit;
 typedef char hpmlc_transit_fits[sizeof(hpmlc_transit) <= sizeof(hpml_message_state) ? 1 : -1];
 
-typedef struct hpmlc_fork_rank { /* shared */
-    int changes, sleepers; /* threads sleep until .changes grows; the number of sleeping threads */
-    int awaits;            /* 1 + the only rank that this one waits for; 0: none */
-    int core;              /* 1 + the core on which it last waited */
-    int pad[12];
-} hpmlc_fork_rank;
-
 #define HPMLC_FORK_RANKS 256 /* most ranks */
 struct hpmlc_fork { /* private to each process, but for .memory */
     struct hpmlc_fork_memory *memory; /* shared: see >>launch-fork */
-    hpmlc_fork_rank *rank;    /* (ranks) shared */
     char            *rings;   /* (ranks, ranks) shared: hpmlc_fork_ring and its bytes; row: the sender */
     size_t           ring;    /* bytes of each ring, a power of 2 */
     size_t           bytes;   /* bytes of all that is shared */
@@ -3725,33 +3723,23 @@ struct hpmlc_fork { /* private to each process, but for .memory */
 };
 
 HPMLC_FN hpmlc_transit *hpmlc_transit_of(hpml_message *m) { return (hpmlc_transit *)(void *)&m->state; }
-HPMLC_FN int *hpmlc_fork_core(const hpml_world *w, int rank) { return &w->fork->rank[rank].core; }
-HPMLC_FN int hpmlc_fork_awaited(const hpml_world *w, int rank)
-{
-    return __atomic_load_n(&w->fork->rank[rank].awaits, __ATOMIC_ACQUIRE) - 1;
-}
-
 HPMLC_FN hpmlc_fork_ring *hpmlc_fork_ring_of(const hpml_world *w, int from, int to)
 {
     const size_t at = (size_t)from * (size_t)w->ranks + (size_t)to;
     return (hpmlc_fork_ring *)(void *)(w->fork->rings + at * (sizeof(hpmlc_fork_ring) + w->fork->ring));
 }
 
-/* Wakes the threads of `rank` that sleep in hpmlc_fork_block. */
-HPMLC_FN void hpmlc_fork_wake(const hpml_world *w, int rank)
+/* Wakes the threads of `rank` that sleep in hpmlc_fork_block; not `always`: only if there are any. A thread that falls
+   asleep counts itself and then looks for changes of rings once more; this function is called after such a change. So
+   one of both notices the other, because these accesses have one order (SEQ_CST). */
+HPMLC_FN void hpmlc_fork_wake(const hpml_world *w, int rank, bool always)
 {
-    int *changes = &w->fork->rank[rank].changes;
-    __atomic_add_fetch(changes, 1, __ATOMIC_SEQ_CST);
+    hpmlc_process *p = &w->process[rank];
+    if (!always && !__atomic_load_n(&p->sleepers, __ATOMIC_SEQ_CST)) return;
+    __atomic_add_fetch(&p->changes, 1, __ATOMIC_SEQ_CST);
 #ifdef SYS_futex
-    syscall(SYS_futex, changes, 1L /* FUTEX_WAKE */, (long)INT32_MAX, NULL, NULL, 0L);
+    syscall(SYS_futex, &p->changes, 1L /* FUTEX_WAKE */, (long)INT32_MAX, NULL, NULL, 0L);
 #endif
-}
-
-/* Wakes `rank` after a change of a ring, if it sleeps. A thread that falls asleep counts itself and then looks for
-   changes once more. So one of both notices the other, because these accesses have one order (SEQ_CST). */
-HPMLC_FN void hpmlc_fork_notify(const hpml_world *w, int rank)
-{
-    if (__atomic_load_n(&w->fork->rank[rank].sleepers, __ATOMIC_SEQ_CST)) hpmlc_fork_wake(w, rank);
 }
 
 /* Removes m, if not NULL, from the list that begins at *at, and appends `more`, if not NULL. */
@@ -3784,7 +3772,7 @@ HPMLC_FN void hpmlc_transit_complete(const hpml_world *w, hpmlc_channel *ch, hpm
     hpmlc_transit_of(m)->stored   = s;
     hpmlc_transit_list(m->receiving ? &ch->receives : &ch->sends, m, NULL);
     if (s) hpmlc_transit_list(&ch->stored, s, NULL);
-    hpmlc_fork_notify(w, w->fork->self);
+    hpmlc_fork_wake(w, w->fork->self, false);
 }
 
 /* Returns how many bytes of a message, of which `rest` are left, go into or out of a ring at one time, at position
@@ -3818,7 +3806,7 @@ HPMLC_FN void hpmlc_fork_push(hpml_world *w, int peer)
         t->moved += n;
         at += (n + HPMLC_GRAIN - 1) / HPMLC_GRAIN * HPMLC_GRAIN;
         __atomic_store_n(&r->written, at, __ATOMIC_SEQ_CST);
-        if (__atomic_load_n(&r->is_awaited, __ATOMIC_SEQ_CST)) hpmlc_fork_notify(w, peer);
+        if (__atomic_load_n(&r->is_awaited, __ATOMIC_SEQ_CST)) hpmlc_fork_wake(w, peer, false);
         if (t->moved == m->bytes) hpmlc_transit_complete(w, ch, m, NULL);
     }
 }
@@ -3877,7 +3865,7 @@ HPMLC_FN void hpmlc_fork_pull(hpml_world *w, int peer)
         at += (n + HPMLC_GRAIN - 1) / HPMLC_GRAIN * HPMLC_GRAIN;
         __atomic_store_n(&r->taken, at, __ATOMIC_SEQ_CST);
         const bool was_full = __atomic_load_n(&r->written, __ATOMIC_SEQ_CST) - begin > size - 2 * HPMLC_GRAIN;
-        if (was_full) hpmlc_fork_notify(w, peer);
+        if (was_full) hpmlc_fork_wake(w, peer, false);
         if (ch->moved < m->bytes) continue;
         hpmlc_transit_complete(w, ch, m, NULL);
         ch->into = NULL;
@@ -3952,10 +3940,10 @@ HPMLC_FN void hpmlc_fork_test(hpml_comm *c, hpml_message *m)
    the end of the process of rank 0, which ends this process, too. Without futexes it sleeps for 30 us. */
 HPMLC_FN void hpmlc_fork_block(hpml_comm *c, hpml_message *const *m, int count, double until)
 {
-    hpml_world      *w     = hpmlc_world_of(c);
-    hpmlc_fork      *f     = w->fork;
-    hpmlc_fork_rank *self  = &f->rank[f->self];
-    const int        first = hpmlc_in_flight(m, count, 0);
+    hpml_world    *w     = hpmlc_world_of(c);
+    hpmlc_fork    *f     = w->fork;
+    hpmlc_process *self  = &w->process[f->self];
+    const int      first = hpmlc_in_flight(m, count, 0);
     if (until <= 0) return;
 #if defined(__unix__) || defined(__APPLE__)
     if (f->self > 0 && (int)getppid() != f->pid[0]) _exit(1);
@@ -3983,8 +3971,8 @@ HPMLC_FN void hpmlc_fork_block(hpml_comm *c, hpml_message *const *m, int count, 
 
 HPMLC_FN void hpmlc_fork_unblock(hpml_comm *c, hpml_message *m HPMLC_UNUSED)
 {
-    const hpmlc_fork *f = hpmlc_world_of(c)->fork;
-    __atomic_store_n(&f->rank[f->self].awaits, 0, __ATOMIC_RELEASE);
+    const hpml_world *w = hpmlc_world_of(c);
+    __atomic_store_n(&w->process[w->fork->self].awaits, 0, __ATOMIC_RELEASE);
 }
 
 static const hpml_transport hpmlc_fork_transport = {
@@ -5902,79 +5890,73 @@ struct hpmlc_fork_memory { /* shared; all zero at first; pages that are never us
     double           busy[HPMLC_FORK_RANKS];
     hpmlc_fault      fault;
     hpmlc_start      start[HPMLC_FORK_RANKS]; /* what hpml_launch gives to each rank, and its result */
-    hpml_message_log log;
-    uint64_t         pad[8];
-    hpmlc_fork_rank  rank[HPMLC_FORK_RANKS]; /* then the rings, then the records of .log */
+    hpmlc_process    process[HPMLC_FORK_RANKS];
+    hpml_message_log log; /* its records follow this struct, after the rings */
 };
 
-/* Maps the memory that the processes of world w share; false: no memory. */
-HPMLC_FN bool hpmlc_fork_map(hpml_world *w, const hpml_message_log *log)
+/* Creates the world of `ranks` processes, with shared memory, before the fork. NULL: no memory. */
+HPMLC_FN hpml_world *hpmlc_fork_world(const hpml_launch_desc *d, int ranks)
 {
-    hpmlc_fork  *f = w->fork;
-    const size_t pairs = (size_t)w->ranks * (size_t)w->ranks, records = log ? (size_t)log->capacity : 0;
+    hpml_world  *w = hpml_world_create(HPML_TRANSPORT_THREADS, ranks, &d->network);
+    hpmlc_fork  *f = (hpmlc_fork *)calloc(1, sizeof *f);
+    const size_t pairs = (size_t)ranks * (size_t)ranks, records = d->log ? (size_t)d->log->capacity : 0;
+    const size_t head = (sizeof *f->memory + 63) / 64 * 64;
+    size_t       ring = (size_t)1 << 18;
     int          zero = -1, how = MAP_SHARED;
-    f->ring = (size_t)1 << 18;
-    while (f->ring > 4096 && pairs * f->ring > (size_t)16 << 20) f->ring /= 2;
-    const size_t rings = pairs * (sizeof(hpmlc_fork_ring) + f->ring);
-    f->bytes = sizeof *f->memory + rings + records * sizeof *log->record;
+    while (ring > 4096 && pairs * ring > (size_t)16 << 20) ring /= 2;
+    const size_t rings = pairs * (sizeof(hpmlc_fork_ring) + ring);
+    const size_t bytes = head + rings + records * sizeof *d->log->record;
 #ifdef MAP_ANON
     how |= MAP_ANON;
 #else /* hidden by -std=c99 */
     zero = open("/dev/zero", O_RDWR);
 #endif
-    void *at = mmap(NULL, f->bytes, PROT_READ | PROT_WRITE, how, zero, 0);
+    void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, how, zero, 0);
     if (zero >= 0) close(zero);
-    if (at == MAP_FAILED) return false;
+    if (!w || !f || at == MAP_FAILED) {
+        if (at != MAP_FAILED) munmap(at, bytes);
+        hpml_world_free(w);
+        free(f);
+        return NULL;
+    }
+    pthread_mutex_init(&f->lock, NULL);
     f->memory = (struct hpmlc_fork_memory *)at;
-    f->rank   = f->memory->rank;
-    f->rings  = (char *)(f->memory + 1);
+    f->rings  = (char *)at + head;
+    f->ring   = ring;
+    f->bytes  = bytes;
     f->memory->log.record   = (hpml_message_record *)(void *)(f->rings + rings);
     f->memory->log.capacity = (int64_t)records;
     free(w->left);
     free(w->lost);
     free(w->busy);
     free(w->fault);
-    w->left  = f->memory->left;
-    w->lost  = f->memory->lost;
-    w->busy  = f->memory->busy;
-    w->fault = &f->memory->fault;
-    return true;
+    w->left    = f->memory->left;
+    w->lost    = f->memory->lost;
+    w->busy    = f->memory->busy;
+    w->fault   = &f->memory->fault;
+    w->process = f->memory->process;
+    w->kind    = HPML_TRANSPORT_FORK;
+    w->fork    = f;
+    w->running = 1 << 30; /* never 0, because the threads of other processes are not counted */
+    return w;
 }
 
-/* Frees world w, which hpmlc_fork_world has made; w may be NULL. */
 HPMLC_FN void hpmlc_fork_free(hpml_world *w)
 {
-    hpmlc_fork *f = w ? w->fork : NULL;
-    for (int i = 0; f && i < w->ranks; i++)
+    hpmlc_fork *f = w->fork;
+    for (int i = 0; i < w->ranks; i++)
         for (hpml_message *m = f->channel[i].stored, *next; m; m = next) {
             next = hpmlc_transit_of(m)->next;
             free(m);
         }
-    if (f && f->memory) {
-        munmap(f->memory, f->bytes);
-        w->left  = NULL;
-        w->lost  = NULL;
-        w->busy  = NULL;
-        w->fault = NULL;
-    }
-    if (f) pthread_mutex_destroy(&f->lock);
+    munmap(f->memory, f->bytes);
+    pthread_mutex_destroy(&f->lock);
     free(f);
+    w->left  = NULL;
+    w->lost  = NULL;
+    w->busy  = NULL;
+    w->fault = NULL;
     hpml_world_free(w);
-}
-
-/* Creates the world of `ranks` processes, with shared memory, before the fork. NULL: no memory. */
-HPMLC_FN hpml_world *hpmlc_fork_world(const hpml_launch_desc *d, int ranks)
-{
-    hpml_world *w = hpml_world_create(HPML_TRANSPORT_THREADS, ranks, &d->network);
-    if (w) w->fork = (hpmlc_fork *)calloc(1, sizeof *w->fork);
-    if (w && w->fork) {
-        pthread_mutex_init(&w->fork->lock, NULL);
-        w->kind    = HPML_TRANSPORT_FORK;
-        w->running = 1 << 30; /* never 0, because the threads of other processes are not counted */
-        if (hpmlc_fork_map(w, d->log)) return w;
-    }
-    hpmlc_fork_free(w);
-    return NULL;
 }
 
 /* Runs rank `rank` in its process, a child, and ends that process. */
