@@ -26,8 +26,8 @@
 //     }
 //
 // hpml_comm.h DOES NOT
-//     - need MPI: ranks are threads of one process unless you ask for mpiexec's
-//     - start processes, open sockets or choose a network: the launcher and MPI do that, or a transport of yours
+//     - need MPI: ranks are threads of one process unless you ask for forked processes or mpiexec's
+//     - start processes on other machines, open sockets or choose a network: MPI does that, or a transport of yours
 //     - hang: every wait has a deadline and ends in an error that names rank, peer, operation and step (except MPI_Init
 //       and MPI_Finalize, which hpml_launch calls)
 //     - choose between sum and mean, or change a learning rate, unless you set it
@@ -42,15 +42,16 @@
 // bit, depends on algorithm and number of ranks, unless you ask for exact sums (>>api-distribute).
 //
 // GLOSSARY
-//     rank            one of those that train together: a thread of this process, a process under mpiexec, a thread in
-//                     virtual time. worker: a rank that computes gradients; server: one that keeps parameters
-//     world           the ranks that are threads of one process
+//     rank            one of those that train together: a thread of this process, a forked process, a process under
+//                     mpiexec, a thread in virtual time. worker: a rank that computes gradients; server: one that keeps
+//                     parameters
+//     world           the ranks that are threads of one process, or processes that one has forked
 //     node            a machine, or a set of ranks that is treated as one, with one network card
 //     communicator    a set of ranks that exchange messages, as one of them sees it; hangs on that rank's context
 //     part            a communicator made of some ranks of another one (sub-communicator); of a parameter or another
 //                     tensor: the block of it that one rank has
 //     twin            a part with all ranks, which a background thread uses
-//     transport       the functions that move messages: THREADS, MPI, CLOCK or your own
+//     transport       the functions that move messages: THREADS, FORK, MPI, CLOCK or your own
 //     message         a send or a receive between two ranks, from its start until it is done
 //     inbox           THREADS and CLOCK: where the sends to a rank are kept until the rank receives them
 //     tag             number that a send and its receive have in common; other tags do not match
@@ -233,8 +234,8 @@ extern "C" {
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-comm   ranks, communicators, messages between two
 // ---------------------------------------------------------------------------------------------------------------------
-/* A rank is one worker: a thread of this process, a process under mpiexec, or a thread in virtual time. All ranks run
-   the same program and exchange messages through a communicator. */
+/* A rank is one worker: a thread of this process, a forked process, a process under mpiexec, or a thread in virtual
+   time. All ranks run the same program and exchange messages through a communicator. */
 typedef struct hpml_comm  hpml_comm;  /* opaque; hangs on a context */
 typedef struct hpml_world hpml_world; /* ranks that are threads of one process; opaque */
 
@@ -274,7 +275,7 @@ typedef struct hpml_comm_desc {
     hpml_transport_kind transport;
     const struct hpml_transport *custom; /* your own transport, used instead of .transport; NULL: none. Not copied */
     void               *custom_user;  /* given to the transport .custom: see hpml_comm_state */
-    hpml_world         *world;    /* THREADS, CLOCK: required, the same for all ranks */
+    hpml_world         *world;    /* THREADS, CLOCK: required, the same for all ranks. FORK: hpml_launch's own */
     int32_t             rank;     /* THREADS, CLOCK, custom: number of this rank; MPI: MPI's own */
     int32_t             ranks;    /* custom: number of ranks, at least 1; THREADS, CLOCK, MPI: known to the transport */
     void               *mpi_comm; /* MPI: points to an MPI_Comm, which is duplicated; NULL: MPI_COMM_WORLD */
@@ -312,8 +313,8 @@ HPML_API void        hpml_world_free(hpml_world *w);
    which a rank sends and receives one message at most: of p ranks, 2 (p - 1) for the sum by a ring, ceil(log2 p) for a
    broadcast by a tree, p - 1 where the root sends to each rank itself. The largest depth of all ranks is the depth of
    the program. It is the same in each run in virtual time, and with THREADS as long as one receive is in flight at a
-   time. The chain goes on through parts of a communicator and through background work. Known to THREADS, CLOCK and
-   transports that copy hpml_message.depth; else 0. To count a piece of a program, run the piece in a launch of its own,
+   time. The chain goes on through parts of a communicator and through background work. Not known, 0, with MPI and
+   transports that do not copy hpml_message.depth. To count a piece of a program, run the piece in a launch of its own,
    because a reset on one rank does not change the messages that are on their way to it. */
 typedef struct hpml_counters {
     int64_t messages, bytes; /* sent */
@@ -351,24 +352,30 @@ typedef struct hpml_message_log {
    number of lost ranks and the lowest one's error, where the function of some rank returned HPML_OK and no rank failed
    by HPML_ERR_PEER, which would mean that it could not go on without a lost rank. Under mpiexec a process returns the
    error of its own rank; a process that fails waits for the others in MPI_Finalize, because most launchers end all
-   processes when one ends before that. */
+   processes when one ends before that.
+   FORK: rank 0 is a thread of this process, so its prints, its files and what it stores through `user` are as with
+   threads; the other ranks are children of this process, and what they store is lost with them. Launch before you
+   start threads or create contexts with threads, because a child has only the thread that forked it. A child that is
+   killed or calls exit fails its rank, with the signal or exit code in the error; one that has not ended within the
+   deadline of waits (.timeout) after the first failure is killed. Children end with this process (without Linux: at
+   their next wait), and run no functions of atexit. */
 typedef struct hpml_launch_desc {
     uint32_t            _begin;
-    const char         *run;       /* transport and ranks in words: "serial", "threads:4", "clock:4", "mpi", "mpi:4";
+    const char         *run;       /* transport and ranks in words: "serial", "threads:4", "fork:4", "clock:4", "mpi:4";
                                       "auto": mpi if mpiexec or srun has started several processes, else threads;
                                       without a number: SLURM_NTASKS, or the cores. The environment variable HPML_RUN
                                       replaces .run, and is also used where .run, .transport and .ranks are 0 */
     hpml_transport_kind transport;
-    int32_t             ranks;     /* THREADS, CLOCK: 0: 1. MPI: 0, or the number that must have been started */
-    hpml_network        network;   /* MPI: only ranks_per_node is used */
+    int32_t             ranks;     /* THREADS, FORK, CLOCK: 0: 1. MPI: 0, or the number that must have been started */
+    hpml_network        network;   /* MPI: only ranks_per_node is used; FORK: its links must take no time */
     double              timeout;   /* as in hpml_comm_desc, as are .check, .survive and .only_messages */
     bool                check;
     bool                survive;
     bool                only_messages;
     double              time_limit; /* real seconds after which all waits and sends, and with CLOCK computations, end
                                        with HPML_ERR_TIMEOUT, in an error that lists which rank waits for which, in
-                                       which operation; 0: none. A rank that ignores errors, or calls no function of
-                                       the library, cannot be ended. Not for MPI */
+                                       which operation (FORK: its own wait); 0: none. A rank that ignores errors, or
+                                       calls no function of the library, cannot be ended, but by FORK. Not for MPI */
     hpml_counters      *counters;  /* (ranks) gets what each rank has sent and received by its end, with parts and
                                       background, read without a message; MPI: (1) of this process's rank. NULL: no */
     hpml_message_log   *log;       /* gets all ranks' messages; MPI: those that this process received. NULL: no log */
@@ -376,7 +383,7 @@ typedef struct hpml_launch_desc {
     void              (*place)(hpml_ctx_desc *ctx, int rank, void *user); /* changes ctx for a rank, to give it a GPU */
     const struct hpml_plan *plan;  /* given to hpml_comm_set_plan on every rank before `fn` is called; NULL: HPML_PLAN
                                       in the environment is, if it splits the model */
-    bool                alone;     /* true: allows THREADS and CLOCK in each of several processes of mpiexec or srun;
+    bool                alone;     /* true: allows THREADS, FORK, CLOCK in each of several processes of a launcher;
                                       else an error, because each would train alone. HPML_RUN allows it as well */
     uint32_t            _end;
 } hpml_launch_desc;
@@ -393,7 +400,7 @@ HPML_API int       hpml_comm_rank(const hpml_comm *c); /* 0 to size - 1 */
 HPML_API int       hpml_comm_size(const hpml_comm *c);
 HPML_API int       hpml_comm_node(const hpml_comm *c, int rank); /* number of the node that `rank` is on */
 HPML_API hpml_ctx *hpml_comm_ctx(const hpml_comm *c);
-HPML_API const char *hpml_comm_transport(const hpml_comm *c); /* "threads", "mpi", "clock", your transport's name */
+HPML_API const char *hpml_comm_transport(const hpml_comm *c); /* "threads", "fork", "mpi", "clock", or of yours */
 HPML_API double    hpml_comm_now(const hpml_comm *c);  /* seconds: hpml_now, or this rank's virtual clock */
 /* CLOCK: advances this rank's clock by `seconds` (no other computation takes virtual time); other transports: sleeps.
    The timeline shows a span "compute". */
@@ -483,7 +490,7 @@ HPML_API bool        hpml_test(hpml_comm *c, hpml_message *m);
 HPML_API int         hpml_wait_any(hpml_comm *c, hpml_message *const *m, int count, double seconds);
 
 /* A transport moves messages between ranks; collectives and all that stands on them are written once over this table.
-   THREADS, MPI and CLOCK are such tables. For one of your own, fill in a table and give it to hpml_comm_create as
+   THREADS, FORK, MPI and CLOCK are such tables. For one of your own, fill in a table and give it to hpml_comm_create as
    .custom; tests/outside/own_transport.c is an example. Leave optional functions and properties at zero.
      - Threads: each function is called by the thread that works with the communicator c: the rank's thread or, for a
        part that hpml_background made, a background thread. So two communicators of one rank may be in use at the same
