@@ -3323,8 +3323,9 @@ HPMLC_FN void hpmlc_threads_start(hpml_comm *c, hpml_message *m)
 #ifndef __USE_GNU
 int sched_getcpu(void);
 #endif
-#ifndef __USE_MISC /* -std=c99 hides syscall */
+#ifndef __USE_MISC /* -std=c99 hides syscall and kill */
 long syscall(long number, ...);
+int  kill(pid_t process, int signal_number);
 #endif
 
 /* Moves this thread off the core `core`: excludes that core from the cores that the thread may use, then allows all of
@@ -3681,11 +3682,9 @@ HPMLC_FN void hpmlc_wake_at(hpml_comm *sleeper HPMLC_UNUSED, hpmlc_waitpoint *g 
    pair of ranks: the sender's process copies messages into the ring, in pieces, and advances .written; the receiver's
    process copies or adds up the pieces and advances .taken. Nothing in the shared memory is locked, so a process that
    is killed at any moment blocks no other one. The lists of messages are private to each process; a mutex protects
-   them, because a background thread may use them, too. A receiver takes messages out of a ring only while a receive
-   from that rank is in flight; messages that come before the receive that they match are stored.
-
-   What THREADS records about a world (failed, lost and busy ranks) is in the shared memory, so functions of THREADS
-   serve FORK as well. */
+   them, because a background thread uses them, too. A receiver takes messages out of a ring while a receive from that
+   rank is in flight; those that come before their receives are stored. What THREADS records about a world (failed,
+   lost, busy ranks) is in the shared memory, so functions of THREADS serve FORK as well. */
 #ifndef HPML_NO_THREADS
 
 typedef struct hpmlc_fork_ring { /* followed by its bytes; sender and receiver write to cache lines of their own */
@@ -3712,7 +3711,7 @@ typedef struct __attribute__((may_alias)) hpmlc_transit {
     hpml_message *stored; /* of a receive that is complete: the stored message that it gets; NULL: it has the bytes */
     int64_t       part;   /* hpmlc_thread_state.part */
     size_t        moved;  /* of a send: bytes written */
-    bool          begun, complete; /* a piece, or all, has been written or taken */
+    bool          listed, begun, complete; /* in a list; a piece, or all, has been written or taken */
 } hpmlc_transit;
 typedef char hpmlc_transit_fits[sizeof(hpmlc_transit) <= sizeof(hpml_message_state) ? 1 : -1];
 
@@ -3759,8 +3758,7 @@ HPMLC_FN void hpmlc_transit_list(hpml_message **at, const hpml_message *m, hpml_
     *at = more;
 }
 
-/* Returns the first message of the list from m on with the part and tag of `other` which is not begun and is complete,
-   or not. */
+/* Returns the first message from m on, in a list, with the part and tag of `other`, not begun, and `complete` or not. */
 HPMLC_FN hpml_message *hpmlc_transit_match(hpml_message *m, hpml_message *other, bool complete)
 {
     for (; m; m = hpmlc_transit_of(m)->next) {
@@ -3771,8 +3769,7 @@ HPMLC_FN hpml_message *hpmlc_transit_match(hpml_message *m, hpml_message *other,
     return m;
 }
 
-/* Completes m, which gets the stored message s if that is not NULL, and wakes the thread of this process that may wait
-   for m. */
+/* Completes m, which gets the stored message s (may be NULL), and wakes the thread of this process that waits for m. */
 HPMLC_FN void hpmlc_transit_complete(const hpml_world *w, hpmlc_channel *ch, hpml_message *m, hpml_message *s)
 {
     hpmlc_transit_of(m)->complete = true;
@@ -3818,8 +3815,8 @@ HPMLC_FN void hpmlc_fork_push(hpml_world *w, int peer)
     }
 }
 
-/* Begins to take the message whose struct is at `from` in the ring: into its receive or, if that is not begun or has
-   another length, into a new stored message. */
+/* Begins to take the message whose struct is at `from`: into its receive or, without that, or if the lengths differ,
+   into a new stored message. */
 HPMLC_FN void hpmlc_fork_arrive(hpml_world *w, hpmlc_channel *ch, const char *from)
 {
     hpml_message head, *stored = NULL;
@@ -3831,7 +3828,7 @@ HPMLC_FN void hpmlc_fork_arrive(hpml_world *w, hpmlc_channel *ch, const char *fr
         ch->broken = !stored;
         if (!stored) hpmlc_world_fail(w, w->fork->self, "no memory for a message that came before its receive");
         if (!stored) return;
-        *stored      = head; /* as the sender had begun it: not begun, not complete, not listed */
+        *stored      = head;
         stored->data = (char *)(stored + 1);
         hpmlc_transit_of(stored)->next = NULL;
         hpmlc_transit_list(&ch->stored, NULL, stored);
@@ -3888,16 +3885,17 @@ HPMLC_FN void hpmlc_fork_move(hpml_world *w)
     }
 }
 
-/* Lists m (`begins`), moves bytes and, if m is complete, ends m. Only the thread that uses c ends messages of c, though
-   another thread of this process may move their bytes. */
-HPMLC_FN void hpmlc_fork_advance(hpml_comm *c, hpml_message *m, bool begins)
+/* Lists m if it is not, moves bytes and, if m is complete, ends m. Only the thread that uses c ends messages of c,
+   though another thread of this process may move their bytes. */
+HPMLC_FN void hpmlc_fork_advance(hpml_comm *c, hpml_message *m)
 {
     hpml_world    *w  = hpmlc_world_of(c);
     hpmlc_channel *ch = &w->fork->channel[c->origin[m->peer]];
     hpmlc_transit *t  = hpmlc_transit_of(m);
     pthread_mutex_lock(&w->fork->lock);
-    if (begins) t->part = hpmlc_thread(c)->part;
-    if (begins) hpmlc_transit_list(m->receiving ? &ch->receives : &ch->sends, NULL, m);
+    t->part = hpmlc_thread(c)->part;
+    if (!t->listed) hpmlc_transit_list(m->receiving ? &ch->receives : &ch->sends, NULL, m);
+    t->listed = true;
     if (!t->complete) hpmlc_fork_move(w);
     const bool over = t->complete;
     pthread_mutex_unlock(&w->fork->lock);
@@ -3908,12 +3906,6 @@ HPMLC_FN void hpmlc_fork_advance(hpml_comm *c, hpml_message *m, bool begins)
         hpml_message_deliver(c, m, t->stored->data, t->stored->bytes);
         free(t->stored);
     } else m->done = true;
-}
-
-HPMLC_FN void hpmlc_fork_start(hpml_comm *c, hpml_message *m)
-{
-    if (hpmlc_world_expired(hpmlc_world_of(c))) hpmlc_threads_fail(c, m);
-    else hpmlc_fork_advance(c, m, true);
 }
 
 /* Gives up the message m. If m is partly moved, this breaks the channel: this rank has failed, or its peer is lost. */
@@ -3930,17 +3922,31 @@ HPMLC_FN void hpmlc_fork_abandon(hpml_comm *c, hpml_message *m)
     free(t->stored);
 }
 
+/* Starts and tests messages. After a launch's time limit it starts none. */
 HPMLC_FN void hpmlc_fork_test(hpml_comm *c, hpml_message *m)
 {
-    hpml_world *w    = hpmlc_world_of(c);
-    const int   peer = c->origin[m->peer];
-    const bool  left = __atomic_load_n(&w->left[peer], __ATOMIC_ACQUIRE); /* before the test, which finds all it sent */
-    hpmlc_fork_advance(c, m, false);
-    if (m->done || (!hpmlc_world_failed(w) && (!left || c->survive))) return;
+    const hpml_world *w = hpmlc_world_of(c);
+    if (hpmlc_transit_of(m)->listed || !hpmlc_world_expired(w)) hpmlc_fork_advance(c, m);
+    if (m->done || !hpmlc_world_failed(w)) return;
     hpmlc_fork_abandon(c, m);
-    if (hpmlc_world_failed(w)) hpmlc_threads_fail(c, m);
-    else m->status = hpmlc_fail(c, HPML_ERR_PEER, "rank %d has left while this rank waits for it in %s", peer,
-                                c->operation);
+    hpmlc_threads_fail(c, m);
+}
+
+/* Without .survive: ends the messages of the list m if all their peers have left and none of the messages has come. */
+HPMLC_FN void hpmlc_fork_end(hpml_comm *c, hpml_message *const *m, int count)
+{
+    const hpml_world *w = hpmlc_world_of(c);
+    bool              left = !c->survive;
+    for (int i = hpmlc_in_flight(m, count, 0); i < count && left; i = hpmlc_in_flight(m, count, i + 1))
+        left = __atomic_load_n(&w->left[c->origin[m[i]->peer]], __ATOMIC_ACQUIRE);
+    for (int i = hpmlc_in_flight(m, count, 0); i < count && left; i = hpmlc_in_flight(m, count, i + 1))
+        hpmlc_fork_advance(c, m[i]);
+    left = left && hpmlc_first_over(m, count) < 0;
+    for (int i = hpmlc_in_flight(m, count, 0); i < count && left; i = hpmlc_in_flight(m, count, i + 1)) {
+        hpmlc_fork_abandon(c, m[i]);
+        m[i]->status = hpmlc_fail(c, HPML_ERR_PEER, "rank %d has left while this rank waits for it in %s",
+                                  c->origin[m[i]->peer], c->operation);
+    }
 }
 
 /* Sleeps as a transport's .block does, but at most for 20 ms, so that it notices a failure that it has just missed, or
@@ -3951,7 +3957,8 @@ HPMLC_FN void hpmlc_fork_block(hpml_comm *c, hpml_message *const *m, int count, 
     hpmlc_fork    *f     = w->fork;
     hpmlc_process *self  = &w->process[f->self];
     const int      first = hpmlc_in_flight(m, count, 0);
-    if (until <= 0) return;
+    hpmlc_fork_end(c, m, count);
+    if (until <= 0 || hpmlc_first_over(m, count) >= 0) return;
 #if defined(__unix__) || defined(__APPLE__)
     if (f->self > 0 && (int)getppid() != f->pid[0]) _exit(1);
 #endif
@@ -3984,7 +3991,7 @@ HPMLC_FN void hpmlc_fork_unblock(hpml_comm *c, hpml_message *m HPMLC_UNUSED)
 
 static const hpml_transport hpmlc_fork_transport = {
     "fork", hpmlc_threads_locate, hpmlc_threads_open, hpmlc_threads_absent, hpmlc_threads_split, hpmlc_threads_close,
-    hpmlc_fork_start, hpmlc_fork_test, hpmlc_fork_block, hpmlc_fork_unblock, hpmlc_fork_abandon,
+    hpmlc_fork_test, hpmlc_fork_test, hpmlc_fork_block, hpmlc_fork_unblock, hpmlc_fork_abandon,
     hpmlc_threads_announce_failure, hpmlc_threads_announce_busy, hpmlc_threads_stuck_at, hpmlc_threads_why_lost,
     NULL, hpmlc_threads_shares_core, NULL, NULL, /* no .allreduce; has a delay between nodes; is always concurrent */
     true, (size_t)512 << 10, 2e-6, 0.25e-9, NULL
@@ -6020,12 +6027,12 @@ HPMLC_FN void hpmlc_fork_watch(hpml_world *w, const hpml_launch_desc *d)
 /* Runs `ranks` ranks: the first in a thread of this process, the others in processes that are forked. */
 HPMLC_FN hpml_status hpmlc_launch_fork(hpmlc_start *s, int ranks, const hpmlc_text *to)
 {
-    hpml_launch_desc   d   = *s->d;
-    const hpml_link   *in  = &d.network.inside, *far = &d.network.between;
-    hpml_message_log  *log = d.log;
-    pthread_t          thread;
-    int                forked = 1, code = 0;
-    if (ranks > HPMLC_FORK_RANKS || hpmlc_link_takes_time(in) || hpmlc_link_takes_time(far))
+    hpml_launch_desc  d   = *s->d;
+    hpml_message_log *log = d.log;
+    pthread_t         thread;
+    int               forked = 1, code = 0;
+    const bool        slow = hpmlc_link_takes_time(&d.network.inside) || hpmlc_link_takes_time(&d.network.between);
+    if (ranks > HPMLC_FORK_RANKS || slow)
         return hpmlc_refuse(to, HPML_ERR_UNSUPPORTED, "launch: fork:%d: at most 256 processes, and no links that take "
                             "time (.network); take threads:%d", ranks, ranks);
     hpml_world *w = hpmlc_fork_world(&d, ranks);
