@@ -3758,7 +3758,7 @@ HPMLC_FN void hpmlc_transit_list(hpml_message **at, const hpml_message *m, hpml_
     *at = more;
 }
 
-/* Returns the first message from m on, in a list, with the part and tag of `other`, not begun, and `complete` or not. */
+/* Returns the first message from m on, in a list, with the part and tag of `other`, not begun, `complete` or not. */
 HPMLC_FN hpml_message *hpmlc_transit_match(hpml_message *m, hpml_message *other, bool complete)
 {
     for (; m; m = hpmlc_transit_of(m)->next) {
