@@ -1,7 +1,6 @@
 /* What you learn: a whole training, on one worker or many: data, model, trainer, progress, evaluation, checkpoint,
    timeline. Difficulty 2 of 4.
-   cc -O2 examples/02_mnist.c -o mnist -lm -lpthread && ./mnist --workers 4    (-DHPML_USE_ZLIB -lz: reads .gz;
-   HPML_RUN=fork:4 ./mnist: workers are processes)
+   cc -O2 examples/02_mnist.c -o mnist -lm -lpthread && HPML_RUN=fork:4 ./mnist    (or --workers 4: threads)
    mpicc -O2 -DHPML_USE_MPI examples/02_mnist.c -o mnist -lm -lpthread && mpiexec -n 2 ./mnist --transport mpi
    prints a progress line, a confusion matrix, some misread digits and the accuracy on digits it has not seen.
    The digits are drawn by digits.h; --data DIR takes MNIST's IDX files (only the t10k pair: its last 2,000 test). */
