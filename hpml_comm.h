@@ -2679,8 +2679,8 @@ typedef struct hpmlc_fault { /* the first failure in a world, which ends the wai
 typedef struct hpmlc_process { /* a rank that is a forked process, as the others see it; in shared memory */
     int changes, sleepers; /* threads sleep until .changes grows; the number of sleeping threads */
     int awaits;            /* 1 + the only rank that this one waits for; 0: none */
-    int core;              /* 1 + the core on which it last waited */
-    int pad[12];           /* fills a cache line */
+    int core, pad[10];     /* .core: 1 + the core on which it last waited; .pad fills a cache line */
+    int64_t until;         /* hpml_now() in ms at which .awaits expires, because a rank may hang while it waits */
 } hpmlc_process;
 
 typedef struct hpmlc_fork hpmlc_fork; /* see >>fork */
@@ -3046,6 +3046,7 @@ HPMLC_FN const char *hpmlc_threads_why_lost(const hpml_comm *c, int peer)
 HPMLC_FN int hpmlc_world_awaited(hpml_world *w, hpmlc_group **group, int rank)
 {
     hpmlc_group *first = *group;
+    if (w->fork && 1e3 * hpml_now() > (double)__atomic_load_n(&w->process[rank].until, __ATOMIC_ACQUIRE)) return -1;
     if (w->fork) return __atomic_load_n(&w->process[rank].awaits, __ATOMIC_ACQUIRE) - 1;
     for (hpmlc_group *r = first, *next = w->groups; r; r = next, next = next ? next->next : NULL)
         for (int i = 0; i < r->size; i++) {
@@ -3713,7 +3714,6 @@ typedef struct __attribute__((may_alias)) hpmlc_transit {
     size_t        moved;  /* of a send: bytes written */
     bool          listed, begun, complete; /* in a list; a piece, or all, has been written or taken */
 } hpmlc_transit;
-typedef char hpmlc_transit_fits[sizeof(hpmlc_transit) <= sizeof(hpml_message_state) ? 1 : -1];
 
 #define HPMLC_FORK_RANKS 256 /* most ranks */
 struct hpmlc_fork { /* private to each process, but for .memory */
@@ -3922,7 +3922,6 @@ HPMLC_FN void hpmlc_fork_abandon(hpml_comm *c, hpml_message *m)
     free(t->stored);
 }
 
-/* Starts and tests messages. After a launch's time limit it starts none. */
 HPMLC_FN void hpmlc_fork_test(hpml_comm *c, hpml_message *m)
 {
     const hpml_world *w = hpmlc_world_of(c);
@@ -3963,6 +3962,8 @@ HPMLC_FN void hpmlc_fork_block(hpml_comm *c, hpml_message *const *m, int count, 
     if (f->self > 0 && (int)getppid() != f->pid[0]) _exit(1);
 #endif
     const bool one = hpmlc_in_flight(m, count, first + 1) >= count; /* else it waits for several ranks */
+    const double expires = 1e3 * (hpml_now() + fmax(0.1, 0.25 * c->timeout));
+    __atomic_store_n(&self->until, (int64_t)expires, __ATOMIC_RELAXED);
     __atomic_store_n(&self->awaits, one ? 1 + c->origin[m[first]->peer] : 0, __ATOMIC_RELEASE);
     pthread_mutex_lock(&f->lock);
     for (int i = 0; i < w->ranks; i++)
