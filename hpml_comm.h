@@ -26,8 +26,8 @@
 //     }
 //
 // hpml_comm.h DOES NOT
-//     - need MPI: ranks are threads of one process unless you ask for mpiexec's
-//     - start processes, open sockets or choose a network: the launcher and MPI do that, or a transport of yours
+//     - need MPI: ranks are threads of one process unless you ask for forked processes or mpiexec's
+//     - start processes on other machines, open sockets or choose a network: MPI does that, or a transport of yours
 //     - hang: every wait has a deadline and ends in an error that names rank, peer, operation and step (except MPI_Init
 //       and MPI_Finalize, which hpml_launch calls)
 //     - choose between sum and mean, or change a learning rate, unless you set it
@@ -42,15 +42,16 @@
 // bit, depends on algorithm and number of ranks, unless you ask for exact sums (>>api-distribute).
 //
 // GLOSSARY
-//     rank            one of those that train together: a thread of this process, a process under mpiexec, a thread in
-//                     virtual time. worker: a rank that computes gradients; server: one that keeps parameters
-//     world           the ranks that are threads of one process
+//     rank            one of those that train together: a thread of this process, a forked process, a process under
+//                     mpiexec, a thread in virtual time. worker: a rank that computes gradients; server: one that keeps
+//                     parameters
+//     world           the ranks that are threads of one process, or processes that one has forked
 //     node            a machine, or a set of ranks that is treated as one, with one network card
 //     communicator    a set of ranks that exchange messages, as one of them sees it; hangs on that rank's context
 //     part            a communicator made of some ranks of another one (sub-communicator); of a parameter or another
 //                     tensor: the block of it that one rank has
 //     twin            a part with all ranks, which a background thread uses
-//     transport       the functions that move messages: THREADS, MPI, CLOCK or your own
+//     transport       the functions that move messages: THREADS, FORK, MPI, CLOCK or your own
 //     message         a send or a receive between two ranks, from its start until it is done
 //     inbox           THREADS and CLOCK: where the sends to a rank are kept until the rank receives them
 //     tag             number that a send and its receive have in common; other tags do not match
@@ -138,6 +139,7 @@
 //     threads-lost   ranks as threads: which are lost, and which one a chain of waits ends at
 //     hand-over   inboxes of threads; the rank that comes second does the work of both
 //     threads-transport   messages between threads
+//     fork   messages between forked processes, through rings in shared memory
 //     mpi   messages between processes, by MPI
 //     mpi-control   control messages: which rank failed, left, waits or is busy; waits for all ranks
 //     mpi-close   splitting, closing over MPI; exit
@@ -145,6 +147,7 @@
 //     clock   messages in virtual time
 //     create   creating, splitting, freeing communicators
 //     launch   running a function on every rank
+//     launch-fork   ranks as forked processes: shared memory, how each process ends
 //     timeline   one timeline for all ranks
 // PART II   ADD UP: collectives, codecs on the wire
 //     moves   the allreduce algorithms: phases, one table of algorithms, the phases of a rank
@@ -233,8 +236,8 @@ extern "C" {
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-comm   ranks, communicators, messages between two
 // ---------------------------------------------------------------------------------------------------------------------
-/* A rank is one worker: a thread of this process, a process under mpiexec, or a thread in virtual time. All ranks run
-   the same program and exchange messages through a communicator. */
+/* A rank is one worker: a thread of this process, a forked process, a process under mpiexec, or a thread in virtual
+   time. All ranks run the same program and exchange messages through a communicator. */
 typedef struct hpml_comm  hpml_comm;  /* opaque; hangs on a context */
 typedef struct hpml_world hpml_world; /* ranks that are threads of one process; opaque */
 
@@ -242,7 +245,9 @@ typedef enum hpml_transport_kind {
     HPML_TRANSPORT_THREADS = 0, /* ranks are threads of this process; messages are copied once, from array to array; a
                                    send of up to 256 bytes is copied and done at once */
     HPML_TRANSPORT_MPI     = 1, /* ranks are processes that mpiexec started; needs HPML_USE_MPI and mpicc */
-    HPML_TRANSPORT_CLOCK   = 2  /* threads in virtual time: the one whose clock is behind runs; all runs are equal */
+    HPML_TRANSPORT_CLOCK   = 2, /* threads in virtual time: the one whose clock is behind runs; all runs are equal */
+    HPML_TRANSPORT_FORK    = 3  /* ranks are processes that hpml_launch forks; messages are copied through memory that
+                                   they share: 16 MiB for 8 to 64 ranks, less for fewer, 256 MiB for 256, the most */
 } hpml_transport_kind;
 
 /* A link: bytes arrive after latency + bytes / bandwidth, one message after another. Zero: the link takes no time. */
@@ -272,7 +277,7 @@ typedef struct hpml_comm_desc {
     hpml_transport_kind transport;
     const struct hpml_transport *custom; /* your own transport, used instead of .transport; NULL: none. Not copied */
     void               *custom_user;  /* given to the transport .custom: see hpml_comm_state */
-    hpml_world         *world;    /* THREADS, CLOCK: required, the same for all ranks */
+    hpml_world         *world;    /* THREADS, CLOCK: required, the same for all ranks. FORK: hpml_launch's own */
     int32_t             rank;     /* THREADS, CLOCK, custom: number of this rank; MPI: MPI's own */
     int32_t             ranks;    /* custom: number of ranks, at least 1; THREADS, CLOCK, MPI: known to the transport */
     void               *mpi_comm; /* MPI: points to an MPI_Comm, which is duplicated; NULL: MPI_COMM_WORLD */
@@ -310,8 +315,8 @@ HPML_API void        hpml_world_free(hpml_world *w);
    which a rank sends and receives one message at most: of p ranks, 2 (p - 1) for the sum by a ring, ceil(log2 p) for a
    broadcast by a tree, p - 1 where the root sends to each rank itself. The largest depth of all ranks is the depth of
    the program. It is the same in each run in virtual time, and with THREADS as long as one receive is in flight at a
-   time. The chain goes on through parts of a communicator and through background work. Known to THREADS, CLOCK and
-   transports that copy hpml_message.depth; else 0. To count a piece of a program, run the piece in a launch of its own,
+   time. The chain goes on through parts of a communicator and through background work. Not known, 0, with MPI and
+   transports that do not copy hpml_message.depth. To count a piece of a program, run the piece in a launch of its own,
    because a reset on one rank does not change the messages that are on their way to it. */
 typedef struct hpml_counters {
     int64_t messages, bytes; /* sent */
@@ -349,24 +354,30 @@ typedef struct hpml_message_log {
    number of lost ranks and the lowest one's error, where the function of some rank returned HPML_OK and no rank failed
    by HPML_ERR_PEER, which would mean that it could not go on without a lost rank. Under mpiexec a process returns the
    error of its own rank; a process that fails waits for the others in MPI_Finalize, because most launchers end all
-   processes when one ends before that. */
+   processes when one ends before that.
+   FORK: rank 0 is a thread of this process, so its prints, its files and what it stores through `user` are as with
+   threads; the other ranks are children of this process, and what they store is lost with them. Launch before you
+   start threads or create contexts with threads, because a child has only the thread that forked it. A child that is
+   killed or calls exit fails its rank, with the signal or exit code in the error; one that has not ended within the
+   deadline of waits (.timeout) after the first failure is killed. Children end with this process (without Linux: at
+   their next wait), and run no functions of atexit. */
 typedef struct hpml_launch_desc {
     uint32_t            _begin;
-    const char         *run;       /* transport and ranks in words: "serial", "threads:4", "clock:4", "mpi", "mpi:4";
+    const char         *run;       /* transport and ranks in words: "serial", "threads:4", "fork:4", "clock:4", "mpi:4";
                                       "auto": mpi if mpiexec or srun has started several processes, else threads;
                                       without a number: SLURM_NTASKS, or the cores. The environment variable HPML_RUN
                                       replaces .run, and is also used where .run, .transport and .ranks are 0 */
     hpml_transport_kind transport;
-    int32_t             ranks;     /* THREADS, CLOCK: 0: 1. MPI: 0, or the number that must have been started */
-    hpml_network        network;   /* MPI: only ranks_per_node is used */
+    int32_t             ranks;     /* THREADS, FORK, CLOCK: 0: 1. MPI: 0, or the number that must have been started */
+    hpml_network        network;   /* MPI: only ranks_per_node is used; FORK: its links must take no time */
     double              timeout;   /* as in hpml_comm_desc, as are .check, .survive and .only_messages */
     bool                check;
     bool                survive;
     bool                only_messages;
     double              time_limit; /* real seconds after which all waits and sends, and with CLOCK computations, end
                                        with HPML_ERR_TIMEOUT, in an error that lists which rank waits for which, in
-                                       which operation; 0: none. A rank that ignores errors, or calls no function of
-                                       the library, cannot be ended. Not for MPI */
+                                       which operation (FORK: its own wait); 0: none. A rank that ignores errors, or
+                                       calls no function of the library, cannot be ended, but by FORK. Not for MPI */
     hpml_counters      *counters;  /* (ranks) gets what each rank has sent and received by its end, with parts and
                                       background, read without a message; MPI: (1) of this process's rank. NULL: no */
     hpml_message_log   *log;       /* gets all ranks' messages; MPI: those that this process received. NULL: no log */
@@ -374,7 +385,7 @@ typedef struct hpml_launch_desc {
     void              (*place)(hpml_ctx_desc *ctx, int rank, void *user); /* changes ctx for a rank, to give it a GPU */
     const struct hpml_plan *plan;  /* given to hpml_comm_set_plan on every rank before `fn` is called; NULL: HPML_PLAN
                                       in the environment is, if it splits the model */
-    bool                alone;     /* true: allows THREADS and CLOCK in each of several processes of mpiexec or srun;
+    bool                alone;     /* true: allows THREADS, FORK, CLOCK in each of several processes of a launcher;
                                       else an error, because each would train alone. HPML_RUN allows it as well */
     uint32_t            _end;
 } hpml_launch_desc;
@@ -391,7 +402,7 @@ HPML_API int       hpml_comm_rank(const hpml_comm *c); /* 0 to size - 1 */
 HPML_API int       hpml_comm_size(const hpml_comm *c);
 HPML_API int       hpml_comm_node(const hpml_comm *c, int rank); /* number of the node that `rank` is on */
 HPML_API hpml_ctx *hpml_comm_ctx(const hpml_comm *c);
-HPML_API const char *hpml_comm_transport(const hpml_comm *c); /* "threads", "mpi", "clock", your transport's name */
+HPML_API const char *hpml_comm_transport(const hpml_comm *c); /* "threads", "fork", "mpi", "clock", or of yours */
 HPML_API double    hpml_comm_now(const hpml_comm *c);  /* seconds: hpml_now, or this rank's virtual clock */
 /* CLOCK: advances this rank's clock by `seconds` (no other computation takes virtual time); other transports: sleeps.
    The timeline shows a span "compute". */
@@ -481,7 +492,7 @@ HPML_API bool        hpml_test(hpml_comm *c, hpml_message *m);
 HPML_API int         hpml_wait_any(hpml_comm *c, hpml_message *const *m, int count, double seconds);
 
 /* A transport moves messages between ranks; collectives and all that stands on them are written once over this table.
-   THREADS, MPI and CLOCK are such tables. For one of your own, fill in a table and give it to hpml_comm_create as
+   THREADS, FORK, MPI and CLOCK are such tables. For one of your own, fill in a table and give it to hpml_comm_create as
    .custom; tests/outside/own_transport.c is an example. Leave optional functions and properties at zero.
      - Threads: each function is called by the thread that works with the communicator c: the rank's thread or, for a
        part that hpml_background made, a background thread. So two communicators of one rank may be in use at the same
@@ -1725,8 +1736,12 @@ HPMLC_REF(hpml_pipe_cut, (const hpml_pipe_cut_desc &d, hpml_pipe_stage *stages, 
 #include <string.h>
 #include <time.h>
 #if defined(__unix__) || defined(__APPLE__)
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/mman.h>
 #include <sys/select.h>
 #include <sys/time.h>
+#include <sys/wait.h>
 #include <unistd.h>
 #elif defined(_WIN32)
 #include <sys/time.h>
@@ -2676,10 +2691,27 @@ struct hpmlc_group {
 
 typedef struct hpmlc_vthread hpmlc_vthread; /* a thread in virtual time: see >>clock */
 
-typedef struct hpmlc_loss { /* a rank that has failed or left, with .survive */
-    double at; /* CLOCK: virtual time at which the rank failed or left; else 0 */
-    char   text[256]; /* why the rank is lost, written by hpmlc_loss_text */
+typedef struct hpmlc_loss { /* how a rank has failed or left */
+    bool   is_lost; /* true, with .survive: the rank is lost; atomic, set last */
+    double at; /* CLOCK: virtual time at which the rank was lost; else 0 */
+    char   text[512]; /* with .survive: why the rank is lost, written by hpmlc_loss_text; else its error */
 } hpmlc_loss;
+
+typedef struct hpmlc_fault { /* the first failure in a world, which ends the waits of all its ranks */
+    int         failed;  /* 1 + the rank that failed first; ranks + 1: all of them; 0: none. Atomic, set last */
+    hpml_status failure; /* if all failed: HPML_ERR_COMM: deadlock; HPML_ERR_TIMEOUT: .time_limit is over */
+    char        text[512]; /* if all failed: why */
+    int64_t     parts;   /* FORK: number of communicators that were made by splitting */
+} hpmlc_fault;
+
+typedef struct hpmlc_process { /* a rank that is a forked process, as the others see it; in shared memory */
+    int changes, sleepers; /* threads sleep until .changes grows; the number of sleeping threads */
+    int awaits;            /* 1 + the only rank that this one waits for; 0: none */
+    int core, pad[10];     /* .core: 1 + the core on which it last waited; .pad fills a cache line */
+    int64_t until;         /* hpml_now() in ms at which .awaits expires, because a rank may hang while it waits */
+} hpmlc_process;
+
+typedef struct hpmlc_fork hpmlc_fork; /* see >>fork */
 
 struct hpml_world {
     hpml_transport_kind kind;
@@ -2689,10 +2721,10 @@ struct hpml_world {
     int                 running;  /* number of threads that are awake */
     hpmlc_group        *groups;
     bool               *left;     /* (ranks) true: has closed the communicator of hpml_comm_create */
-    hpmlc_loss        **lost;     /* (ranks) with .survive: how each rank failed or left; NULL: it did not. Atomic */
-    int                 failed;   /* 1 + the rank that failed first; ranks + 1: all of them; 0: none. Set once */
-    hpml_status         failure;  /* if all failed: HPML_ERR_COMM: deadlock; HPML_ERR_TIMEOUT: .time_limit is over */
-    char                text[512];
+    hpmlc_loss         *lost;     /* (ranks) */
+    hpmlc_fault        *fault;
+    hpmlc_fork         *fork;     /* FORK: has the memory of .left, .lost, .fault, .busy and .process; else NULL */
+    hpmlc_process      *process;  /* FORK: (ranks) */
     bool                buffered; /* true: sends are copied, and done at once: CLOCK, or some link takes time */
     hpmlc_vthread      *vthreads, *turn; /* CLOCK: all threads, and the one that runs */
     int                 vthread_count;
@@ -2705,6 +2737,7 @@ typedef struct hpmlc_thread_state {
     hpmlc_group   *group;
     hpmlc_vthread *vthread;    /* CLOCK: the thread that uses the communicator, with its clock */
     unsigned       seen;       /* value of the inbox's `changes` at the end of the last sleep */
+    int64_t        part;       /* FORK: number of the communicator, the same on all its ranks */
 } hpmlc_thread_state;
 
 /* The content of hpml_message.state, memory for the transport's data of a message, with THREADS and CLOCK. */
@@ -2766,47 +2799,58 @@ HPMLC_FN void hpmlc_waitpoint_wake(hpml_world *w, hpmlc_waitpoint *g)
     hpmlc_waitpoint_unlock(w, g, true);
 }
 
+/* Returns 1 + the rank of world w that failed first; w->ranks + 1: all have failed; 0: none has. */
+HPMLC_FN int hpmlc_world_failed(const hpml_world *w) { return __atomic_load_n(&w->fault->failed, __ATOMIC_ACQUIRE); }
+
+/* Returns the text of the first failure in world w. */
+HPMLC_FN const char *hpmlc_world_text(const hpml_world *w)
+{
+    const int failed = hpmlc_world_failed(w);
+    return failed > w->ranks ? w->fault->text : w->lost[failed - 1].text;
+}
+
 HPMLC_FN void hpmlc_vthreads_wake(hpml_world *w);
-/* Wakes all threads that sleep in world w, the ranks of this process. The caller holds w->mutex. */
+HPMLC_FN void hpmlc_fork_wake(const hpml_world *w, int rank, bool always);
+/* Wakes all threads that sleep in world w. The caller holds w->mutex. */
 HPMLC_FN void hpmlc_world_wake(hpml_world *w)
 {
+    for (int i = 0; i < w->ranks && w->fork; i++) hpmlc_fork_wake(w, i, true);
     hpmlc_vthreads_wake(w);
     if (w->kind == HPML_TRANSPORT_CLOCK) return; /* in virtual time no thread sleeps at an inbox */
     for (hpmlc_group *r = w->groups; r; r = r->next)
         for (int i = 0; i < r->size; i++) hpmlc_waitpoint_wake(w, &r->inbox[i].wait);
 }
 
-/* Appends to w->text, which has `used` characters, which ranks wait for which others; all: also which ranks do not
-   wait. Returns false if none of these is found. The caller holds w->mutex. */
+/* Appends to w->fault->text, which has `used` characters, which ranks wait for which others; all: also which ranks do
+   not wait. Returns false if none of these is found. The caller holds w->mutex. */
 HPMLC_FN bool hpmlc_world_list_waits(hpml_world *w, size_t used, bool all)
 {
     bool any = false;
     char more[32];
     for (hpmlc_group *r = w->groups; r; r = r->next)
-        for (int i = 0; i < r->size && used < sizeof w->text; i++) {
+        for (int i = 0; i < r->size && used < sizeof w->fault->text; i++) {
             hpmlc_inbox *in = &r->inbox[i];
             pthread_mutex_lock(&in->wait.mutex);
             const bool waits = in->wait.sleeping && in->owner && in->peer >= 0;
             const bool works = all && !r->next && in->owner && !in->wait.sleeping; /* w's last group has all ranks */
+            char        *text = w->fault->text + used;
+            const size_t size = sizeof w->fault->text - used;
             if (waits)
-                used += (size_t)snprintf(w->text + used, sizeof w->text - used, "%s rank %d waits for rank %d%s%s in "
-                                         "%s", any ? ";" : "", in->owner->origin[i], in->peer,
-                                         w->left[in->peer] ? ", which has left," : "", hpmlc_others(more, in->others),
-                                         in->operation);
-            else if (works)
-                used += (size_t)snprintf(w->text + used, sizeof w->text - used, "%s rank %d waits for no rank",
-                                         any ? ";" : "", i);
+                used += (size_t)snprintf(text, size, "%s rank %d waits for rank %d%s%s in %s", any ? ";" : "",
+                                         in->owner->origin[i], in->peer, w->left[in->peer] ? ", which has left," : "",
+                                         hpmlc_others(more, in->others), in->operation);
+            else if (works) used += (size_t)snprintf(text, size, "%s rank %d waits for no rank", any ? ";" : "", i);
             any = any || waits || works;
             pthread_mutex_unlock(&in->wait.mutex);
         }
     return any;
 }
 
-/* Fails all ranks of world w with `failure` and w->text. The caller holds w->mutex. */
+/* Fails all ranks of world w with `failure` and w->fault->text. The caller holds w->mutex. */
 HPMLC_FN void hpmlc_world_fail_all(hpml_world *w, hpml_status failure)
 {
-    w->failure = failure;
-    __atomic_store_n(&w->failed, w->ranks + 1, __ATOMIC_RELEASE);
+    w->fault->failure = failure;
+    __atomic_store_n(&w->fault->failed, w->ranks + 1, __ATOMIC_RELEASE);
     hpmlc_world_wake(w);
 }
 
@@ -2814,8 +2858,8 @@ HPMLC_FN void hpmlc_world_fail_all(hpml_world *w, hpml_status failure)
    wait, and wakes all threads, so that they report the deadlock. The caller holds w->mutex. */
 HPMLC_FN void hpmlc_world_stuck(hpml_world *w)
 {
-    if (__atomic_load_n(&w->running, __ATOMIC_ACQUIRE) > 0 || w->failed) return;
-    size_t used = (size_t)snprintf(w->text, sizeof w->text, "deadlock:");
+    if (__atomic_load_n(&w->running, __ATOMIC_ACQUIRE) > 0 || hpmlc_world_failed(w)) return;
+    size_t used = (size_t)snprintf(w->fault->text, sizeof w->fault->text, "deadlock:");
     if (hpmlc_world_list_waits(w, used, false)) hpmlc_world_fail_all(w, HPML_ERR_COMM);
 }
 
@@ -2824,9 +2868,10 @@ HPMLC_FN void hpmlc_world_stuck(hpml_world *w)
 HPMLC_FN void hpmlc_world_expire(hpml_world *w, double seconds)
 {
     pthread_mutex_lock(&w->mutex);
-    if (!w->failed) {
-        size_t used = (size_t)snprintf(w->text, sizeof w->text, "launch: not over after %g s (.time_limit):", seconds);
-        hpmlc_world_list_waits(w, used, true);
+    if (!hpmlc_world_failed(w)) {
+        size_t used = (size_t)snprintf(w->fault->text, sizeof w->fault->text, "launch: not over after %g s "
+                                       "(.time_limit):", seconds);
+        if (!w->fork) hpmlc_world_list_waits(w, used, true); /* FORK: each rank adds its own wait */
         hpmlc_world_fail_all(w, HPML_ERR_TIMEOUT);
     }
     pthread_mutex_unlock(&w->mutex);
@@ -2835,7 +2880,7 @@ HPMLC_FN void hpmlc_world_expire(hpml_world *w, double seconds)
 /* Returns whether world w has failed because hpml_launch_desc.time_limit is over. */
 HPMLC_FN bool hpmlc_world_expired(const hpml_world *w)
 {
-    return __atomic_load_n(&w->failed, __ATOMIC_ACQUIRE) > w->ranks && w->failure == HPML_ERR_TIMEOUT;
+    return hpmlc_world_failed(w) > w->ranks && w->fault->failure == HPML_ERR_TIMEOUT;
 }
 
 HPMLC_FN void hpmlc_world_deadlock(hpml_world *w)
@@ -2952,12 +2997,13 @@ HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ra
     w->buffered = clock || hpmlc_link_takes_time(&w->network.inside) || hpmlc_link_takes_time(&w->network.between);
     w->nodes = hpmlc_network_nodes(&w->network, ranks);
     w->left  = (bool *)calloc((size_t)ranks, sizeof *w->left);
-    w->lost  = (hpmlc_loss **)calloc((size_t)ranks, sizeof *w->lost);
+    w->lost  = (hpmlc_loss *)calloc((size_t)ranks, sizeof *w->lost);
     w->card  = (double *)calloc((size_t)(2 * (ranks + w->nodes)), sizeof *w->card);
     w->busy  = (double *)calloc((size_t)ranks, sizeof *w->busy);
+    w->fault = (hpmlc_fault *)calloc(1, sizeof *w->fault);
     pthread_mutex_init(&w->mutex, NULL);
     bool good = hpmlc_network_check("", &w->network, ranks, clock, NULL) == HPML_OK;
-    if (good && w->left && w->lost && w->card && w->busy && hpmlc_group_new(w, ranks)) return w;
+    if (good && w->left && w->lost && w->card && w->busy && w->fault && hpmlc_group_new(w, ranks)) return w;
     hpml_world_free(w);
     return NULL;
 }
@@ -2970,21 +3016,22 @@ HPML_API void hpml_world_free(hpml_world *w)
         hpmlc_group_free(r);
     }
     pthread_mutex_destroy(&w->mutex);
-    for (int i = 0; i < w->ranks && w->lost; i++) free(w->lost[i]);
     free(w->lost);
     free(w->left);
     free(w->card);
     free(w->busy);
+    free(w->fault);
     free(w);
 }
 
 /* Fails world w, unless it has failed before: all waits of its ranks end with `text`, the error of rank `rank`. */
 HPMLC_FN void hpmlc_world_fail(hpml_world *w, int rank, const char *text)
 {
+    int none = 0;
     pthread_mutex_lock(&w->mutex);
-    if (!w->failed) {
-        snprintf(w->text, sizeof w->text, "%s", text);
-        __atomic_store_n(&w->failed, rank + 1, __ATOMIC_RELEASE);
+    if (!hpmlc_world_failed(w)) {
+        snprintf(w->lost[rank].text, sizeof w->lost[rank].text, "%s", text);
+        __atomic_compare_exchange_n(&w->fault->failed, &none, rank + 1, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
         hpmlc_world_wake(w);
     }
     pthread_mutex_unlock(&w->mutex);
@@ -2995,33 +3042,26 @@ HPMLC_FN void hpmlc_world_fail(hpml_world *w, int rank, const char *text)
 // ---------------------------------------------------------------------------------------------------------------------
 HPMLC_FN const hpmlc_loss *hpmlc_loss_of(const hpml_comm *c, int peer)
 {
-    return __atomic_load_n(&hpmlc_world_of(c)->lost[c->origin[peer]], __ATOMIC_ACQUIRE);
+    const hpmlc_loss *loss = &hpmlc_world_of(c)->lost[c->origin[peer]];
+    return __atomic_load_n(&loss->is_lost, __ATOMIC_ACQUIRE) ? loss : NULL;
 }
 
-/* With .survive: records that c's rank is lost, by its error `text`; text NULL: because the rank leaves. Wakes all
-   threads of this process, because those that wait for this rank must give up. */
-HPMLC_FN void hpmlc_world_lose(hpml_comm *c, const char *text)
+/* With .survive: records that `rank` of world w is lost, at the virtual time `at`, by its error `text`; text NULL:
+   because the rank leaves. Wakes all threads, because those that wait for this rank must give up. */
+HPMLC_FN void hpmlc_world_lose(hpml_world *w, int rank, double at, const char *text)
 {
-    hpml_world *w    = hpmlc_world_of(c);
-    const int   rank = c->origin[c->rank];
-    if (hpmlc_loss_of(c, c->rank)) return;
-    hpmlc_loss *loss = (hpmlc_loss *)calloc(1, sizeof *loss);
-    if (!loss) {
-        hpmlc_world_fail(w, rank, "no memory to record that this rank is lost");
-        return;
-    }
-    if (c->is_virtual) loss->at = hpml_comm_now(c);
-    hpmlc_loss_text(loss->text, text);
+    hpmlc_loss *loss = &w->lost[rank];
     pthread_mutex_lock(&w->mutex);
-    if (!w->lost[rank]) {
-        __atomic_store_n(&w->lost[rank], loss, __ATOMIC_RELEASE);
-        loss = NULL;
+    if (!loss->is_lost) {
+        loss->at = at;
+        hpmlc_loss_text(loss->text, text);
+        __atomic_store_n(&loss->is_lost, true, __ATOMIC_RELEASE);
         hpmlc_world_wake(w);
     }
     pthread_mutex_unlock(&w->mutex);
-    free(loss); /* not NULL where another thread of this rank has recorded the loss already */
 }
 
+HPMLC_FN double hpmlc_loss_time(const hpml_comm *c) { return c->is_virtual ? hpml_comm_now(c) : 0; }
 HPMLC_FN const char *hpmlc_threads_why_lost(const hpml_comm *c, int peer)
 {
     const hpmlc_loss *loss = hpmlc_loss_of(c, peer);
@@ -3034,6 +3074,8 @@ HPMLC_FN const char *hpmlc_threads_why_lost(const hpml_comm *c, int peer)
 HPMLC_FN int hpmlc_world_awaited(hpml_world *w, hpmlc_group **group, int rank)
 {
     hpmlc_group *first = *group;
+    if (w->fork && 1e3 * hpml_now() > (double)__atomic_load_n(&w->process[rank].until, __ATOMIC_ACQUIRE)) return -1;
+    if (w->fork) return __atomic_load_n(&w->process[rank].awaits, __ATOMIC_ACQUIRE) - 1;
     for (hpmlc_group *r = first, *next = w->groups; r; r = next, next = next ? next->next : NULL)
         for (int i = 0; i < r->size; i++) {
             int peer = __atomic_load_n(&r->inbox[i].peer, __ATOMIC_ACQUIRE);
@@ -3059,7 +3101,7 @@ HPMLC_FN int hpmlc_world_follow(hpml_comm *c, int first, int *hops, double *busy
     for (int next; *hops < w->ranks; ++*hops, rank = next)
         if (hpml_now() < w->busy[rank] || (next = hpmlc_world_awaited(w, &group, rank)) < 0) break;
     *busy = w->busy[rank];
-    if (w->failed) rank = -1; /* a rank that reports the error stops waiting, so the chain may be broken */
+    if (hpmlc_world_failed(w)) rank = -1; /* a rank that reports the error stops waiting, so the chain may be broken */
     pthread_mutex_unlock(&w->mutex);
     if (*hops == w->ranks || rank == c->origin[c->rank]) *hops = 0; /* a cycle of waits */
     return rank == c->origin[c->rank] ? first : rank;
@@ -3310,8 +3352,9 @@ HPMLC_FN void hpmlc_threads_start(hpml_comm *c, hpml_message *m)
 #ifndef __USE_GNU
 int sched_getcpu(void);
 #endif
-#ifndef __USE_MISC /* -std=c99 hides syscall */
+#ifndef __USE_MISC /* -std=c99 hides syscall and kill */
 long syscall(long number, ...);
+int  kill(pid_t process, int signal_number);
 #endif
 
 /* Moves this thread off the core `core`: excludes that core from the cores that the thread may use, then allows all of
@@ -3328,24 +3371,35 @@ HPMLC_FN void hpmlc_move_off_core(int core)
         (void)syscall(SYS_sched_setaffinity, 0L, sizeof all, all);
 }
 
-/* Returns true if this thread must sleep instead of spin, because `peer` last waited on the same core. Two threads that
-   spin on one core starve each other, because Linux is slow to separate two threads that never run at the same time.
-   With a core for each rank this thread first tries another core; if it slept here, both would stay together. */
-HPMLC_FN bool hpmlc_threads_shares_core(hpml_comm *c, int peer)
+/* Returns true if this thread must sleep instead of spin, because the peer last waited on the same core. *mine, *peers:
+   1 + the core on which this thread, the peer last waited. Two threads that spin on one core starve each other, because
+   Linux is slow to separate two threads that never run at the same time. With a core for each rank this thread first
+   tries another core; if it slept here, both would stay together. */
+HPMLC_FN bool hpmlc_on_one_core(const hpml_comm *c, int *mine, int *peers)
 {
-    hpmlc_inbox *in = hpmlc_group_of(c)->inbox;
-    if (peer == c->rank) return false;
-    for (int turn = 0;; turn++) {
+    for (int turn = 0; mine != peers; turn++) {
         int core = sched_getcpu() + 1;
-        __atomic_store_n(&in[c->rank].core, core, __ATOMIC_RELAXED);
-        if (__atomic_load_n(&in[peer].core, __ATOMIC_RELAXED) != core) return false;
+        __atomic_store_n(mine, core, __ATOMIC_RELAXED);
+        if (__atomic_load_n(peers, __ATOMIC_RELAXED) != core) return false;
         if (turn == 1 || hpmlc_spin_limit(c) < HPMLC_SPIN_OWN_CORE) return true;
         hpmlc_move_off_core(core - 1);
     }
+    return false;
 }
 #else
-HPMLC_FN bool hpmlc_threads_shares_core(hpml_comm *c HPMLC_UNUSED, int peer HPMLC_UNUSED) { return false; }
+HPMLC_FN bool hpmlc_on_one_core(const hpml_comm *c HPMLC_UNUSED, int *mine HPMLC_UNUSED, int *peers HPMLC_UNUSED)
+{
+    return false;
+}
 #endif
+
+HPMLC_FN bool hpmlc_threads_shares_core(hpml_comm *c, int peer)
+{
+    hpmlc_inbox   *in = hpmlc_group_of(c)->inbox;
+    hpmlc_process *p  = hpmlc_world_of(c)->process;
+    if (!p) return hpmlc_on_one_core(c, &in[c->rank].core, &in[peer].core);
+    return hpmlc_on_one_core(c, &p[c->origin[c->rank]].core, &p[c->origin[peer]].core);
+}
 
 /* Completes the receive m from the send `sent`, then marks that send done and wakes its sender, or frees `sent` where
    it is a copy. */
@@ -3362,14 +3416,19 @@ HPMLC_FN void hpmlc_threads_deliver(hpml_comm *c, hpml_message *m, hpml_message 
     hpmlc_inbox_done(c, sender, sent);
 }
 
-/* Completes m with the error recorded for all ranks of this process: a deadlock, the time limit, or another rank's
+/* Completes m with the error recorded for all ranks of c's world: a deadlock, the time limit, or another rank's
    failure. */
 HPMLC_FN void hpmlc_threads_fail(hpml_comm *c, hpml_message *m)
 {
-    hpml_world *w = hpmlc_world_of(c);
-    m->done   = true;
-    m->status = w->failed > w->ranks ? hpmlc_fail(c, w->failure, "%s", w->text)
-                                     : hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", w->failed - 1, w->text);
+    const hpml_world *w    = hpmlc_world_of(c);
+    const int         rank = hpmlc_world_failed(w) - 1;
+    const char       *text = hpmlc_world_text(w);
+    m->done = true;
+    if (rank < w->ranks) m->status = hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", rank, text);
+    else if (!w->fork) m->status = hpmlc_fail(c, w->fault->failure, "%s", text);
+    else
+        m->status = hpmlc_fail(c, w->fault->failure, "%s rank %d waits for rank %d in %s", text, c->origin[c->rank],
+                               c->origin[m->peer], c->operation);
 }
 
 HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m)
@@ -3382,7 +3441,7 @@ HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m)
         hpmlc_post_of(m)->tested = changes;
     }
     if (sent) hpmlc_threads_deliver(c, m, sent);
-    if (hpmlc_done(m) || !__atomic_load_n(&hpmlc_world_of(c)->failed, __ATOMIC_ACQUIRE)) return;
+    if (hpmlc_done(m) || !hpmlc_world_failed(hpmlc_world_of(c))) return;
     if (m->receiving || hpmlc_inbox_take(in, m)) hpmlc_threads_fail(c, m); /* else the receiver is reading m's array */
 }
 
@@ -3425,7 +3484,7 @@ HPMLC_FN void hpmlc_threads_help(hpml_comm *c)
             }
             if (waits) hpmlc_set_awaited(r, hpmlc_course_missing(r), 1);
             pthread_mutex_lock(&in->wait.mutex);
-            waits = waits && !__atomic_load_n(&w->failed, __ATOMIC_ACQUIRE); /* failed: wakes r, which reports it */
+            waits = waits && !hpmlc_world_failed(w); /* failed: wakes r, which reports it */
             if (waits && (changes != in->wait.changes || hpmlc_course_over(r))) pthread_mutex_unlock(&in->wait.mutex);
             else in->wait.stopped = false;
         } while (in->wait.stopped);
@@ -3451,11 +3510,11 @@ HPMLC_FN void hpmlc_group_leave(hpml_comm *c)
 {
     hpmlc_group *group = hpmlc_group_of(c), **link;
     hpml_world  *w     = group->world;
-    if (c->survive && !c->is_part) hpmlc_world_lose(c, NULL);
+    if (c->survive && !c->is_part) hpmlc_world_lose(w, c->rank, hpmlc_loss_time(c), NULL);
     pthread_mutex_lock(&w->mutex);
     group->inbox[c->rank].owner = NULL;
-    if (!c->is_part) w->left[c->rank] = true;
-    bool last = --group->open == 0;
+    if (!c->is_part) __atomic_store_n(&w->left[c->rank], true, __ATOMIC_RELEASE);
+    bool last = !w->fork && --group->open == 0; /* FORK: the parts have no inboxes of their own */
     if (last) {
         for (link = &w->groups; *link != group; link = &(*link)->next) {}
         *link = group->next;
@@ -3485,32 +3544,36 @@ HPMLC_FN hpmlc_thread_state *hpmlc_thread_state_new(hpml_comm *c)
 }
 
 /* Makes `part` a communicator of ranks[0] to ranks[count - 1] of c: the first of these allocates the inboxes of all and
-   sends their address to the other ones. */
+   sends their address to the other ones; FORK: draws the number of the part and sends that. */
 HPMLC_FN hpml_status hpmlc_threads_split(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count,
                                          int color HPMLC_UNUSED)
 {
     const int    tag    = HPMLC_TAG_EXTRA;
     hpml_status  status = HPML_OK;
-    hpmlc_group *group  = NULL;
+    hpml_world  *w      = hpmlc_world_of(c);
+    int64_t      value  = 0; /* address or number */
     if (!part) return HPML_OK;
     if (part->rank == 0) {
-        group = hpmlc_group_new(hpmlc_world_of(c), count);
+        if (w->fork) value = __atomic_add_fetch(&w->fault->parts, 1, __ATOMIC_RELAXED);
+        else value = (int64_t)(intptr_t)hpmlc_group_new(w, count);
         for (int i = 1; i < count && status == HPML_OK; i++)
-            status = hpmlc_round(c, tag, ranks[i], (const char *)&group, sizeof group, -1, NULL, 0, NULL);
-    } else status = hpmlc_round(c, tag, -1, NULL, 0, ranks[0], (char *)&group, sizeof group, NULL);
+            status = hpmlc_round(c, tag, ranks[i], (const char *)&value, sizeof value, -1, NULL, 0, NULL);
+    } else status = hpmlc_round(c, tag, -1, NULL, 0, ranks[0], (char *)&value, sizeof value, NULL);
     if (status != HPML_OK) return status;
-    if (!group || !hpmlc_thread_state_new(part))
+    if (!value || !hpmlc_thread_state_new(part))
         return hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
-    hpmlc_thread(part)->group   = group;
+    hpmlc_thread(part)->part    = value;
+    hpmlc_thread(part)->group   = w->fork ? hpmlc_group_of(c) : (hpmlc_group *)(intptr_t)value;
     hpmlc_thread(part)->vthread = hpmlc_thread(c)->vthread; /* CLOCK: for a twin, its own thread replaces this */
-    hpmlc_group_enter(group, part->rank, part);
+    if (!w->fork) hpmlc_group_enter(hpmlc_group_of(part), part->rank, part);
     return HPML_OK;
 }
 
 HPMLC_FN void hpmlc_threads_announce_failure(hpml_comm *c, const char *text)
 {
-    if (c->survive) hpmlc_world_lose(c, text);
-    else hpmlc_world_fail(hpmlc_world_of(c), c->origin[c->rank], text);
+    const int rank = c->origin[c->rank];
+    if (c->survive) hpmlc_world_lose(hpmlc_world_of(c), rank, hpmlc_loss_time(c), text);
+    else hpmlc_world_fail(hpmlc_world_of(c), rank, text);
 }
 
 /* Gives up the message m and sets m->done: a receive at once; a send by taking it out of the receiver's inbox or, if
@@ -3639,6 +3702,329 @@ struct hpmlc_waitpoint { unsigned changes; }; /* one thread, which never sleeps 
 HPMLC_FN void hpmlc_sleep_at(hpml_comm *c HPMLC_UNUSED, hpmlc_waitpoint *g HPMLC_UNUSED, unsigned *seen HPMLC_UNUSED,
                              double until HPMLC_UNUSED) {}
 HPMLC_FN void hpmlc_wake_at(hpml_comm *sleeper HPMLC_UNUSED, hpmlc_waitpoint *g HPMLC_UNUSED) {}
+#endif /* HPML_NO_THREADS */
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>fork   messages between forked processes, through rings in shared memory
+// ---------------------------------------------------------------------------------------------------------------------
+/* Memory that is mapped before the fork is shared by all processes, at the same address. It has a ring for each ordered
+   pair of ranks: the sender's process copies messages into the ring, in pieces, and advances .written; the receiver's
+   process copies or adds up the pieces and advances .taken. Nothing in the shared memory is locked, so a process that
+   is killed at any moment blocks no other one. The lists of messages are private to each process; a mutex protects
+   them, because a background thread uses them, too. A receiver takes messages out of a ring while a receive from that
+   rank is in flight; those that come before their receives are stored. What THREADS records about a world (failed,
+   lost, busy ranks) is in the shared memory, so functions of THREADS serve FORK as well. */
+#ifndef HPML_NO_THREADS
+
+typedef struct hpmlc_fork_ring { /* followed by its bytes; sender and receiver write to cache lines of their own */
+    uint64_t written, pad[7]; /* bytes written since the start, a multiple of HPMLC_GRAIN, as is .taken */
+    uint64_t taken, pad2[6];
+    int64_t  is_awaited; /* 1: the receiver's process, if it sleeps, waits for a message in the ring */
+} hpmlc_fork_ring;
+
+#define HPMLC_GRAIN 256 /* bytes: a message in a ring is its hpml_message and its bytes, both filled up to grains */
+typedef char hpmlc_grain_fits[sizeof(hpml_message) <= HPMLC_GRAIN ? 1 : -1];
+
+typedef struct hpmlc_channel { /* private to a process: messages to and from one rank; in lists the oldest is first */
+    hpml_message *sends;    /* list of those that are not yet written */
+    hpml_message *receives; /* list of those that are not yet complete */
+    hpml_message *stored;   /* list of messages that came before their receives; the bytes follow each struct */
+    hpml_message *into;     /* the receive or stored message that gets what is being taken; NULL: nothing is */
+    size_t        moved;    /* bytes of .into that were taken */
+    bool          broken;   /* true: a message that was partly moved has been given up, so nothing can follow */
+} hpmlc_channel;
+
+/* The content of hpml_message.state, memory for the transport's data of a message, with FORK. */
+typedef struct __attribute__((may_alias)) hpmlc_transit {
+    hpml_message *next;   /* in a list of hpmlc_channel */
+    hpml_message *stored; /* of a receive that is complete: the stored message that it gets; NULL: it has the bytes */
+    int64_t       part;   /* hpmlc_thread_state.part */
+    size_t        moved;  /* of a send: bytes written */
+    bool          listed, begun, complete; /* in a list; a piece, or all, has been written or taken */
+} hpmlc_transit;
+
+#define HPMLC_FORK_RANKS 256 /* most ranks */
+struct hpmlc_fork { /* private to each process, but for .memory */
+    struct hpmlc_fork_memory *memory; /* shared: see >>launch-fork */
+    char            *rings;   /* (ranks, ranks) shared: hpmlc_fork_ring and its bytes; row: the sender */
+    size_t           ring;    /* bytes of each ring, a power of 2 */
+    size_t           bytes;   /* bytes of all that is shared */
+    int              self;    /* rank of this process */
+    int              moves;   /* number of pieces that this process has written or taken */
+    int              pid[HPMLC_FORK_RANKS]; /* process ids, of rank 0 as well; 0: it has ended */
+    pthread_mutex_t  lock;    /* of .moves and .channel */
+    hpmlc_channel    channel[HPMLC_FORK_RANKS];
+};
+
+HPMLC_FN hpmlc_transit *hpmlc_transit_of(hpml_message *m) { return (hpmlc_transit *)(void *)&m->state; }
+HPMLC_FN hpmlc_fork_ring *hpmlc_fork_ring_of(const hpml_world *w, int from, int to)
+{
+    const size_t at = (size_t)from * (size_t)w->ranks + (size_t)to;
+    return (hpmlc_fork_ring *)(void *)(w->fork->rings + at * (sizeof(hpmlc_fork_ring) + w->fork->ring));
+}
+
+/* Wakes the threads of `rank` that sleep in hpmlc_fork_block; not `always`: only if there are any. A thread that falls
+   asleep counts itself and then looks for changes of rings once more; this function is called after such a change. So
+   one of both notices the other, because these accesses have one order (SEQ_CST). */
+HPMLC_FN void hpmlc_fork_wake(const hpml_world *w, int rank, bool always)
+{
+    hpmlc_process *p = &w->process[rank];
+    if (!always && !__atomic_load_n(&p->sleepers, __ATOMIC_SEQ_CST)) return;
+    __atomic_add_fetch(&p->changes, 1, __ATOMIC_SEQ_CST);
+#ifdef SYS_futex
+    syscall(SYS_futex, &p->changes, 1L /* FUTEX_WAKE */, (long)INT32_MAX, NULL, NULL, 0L);
+#endif
+}
+
+/* Removes m, if not NULL, from the list that begins at *at, and appends `more`, if not NULL. */
+HPMLC_FN void hpmlc_transit_list(hpml_message **at, const hpml_message *m, hpml_message *more)
+{
+    while (*at) {
+        if (*at == m) *at = hpmlc_transit_of(*at)->next;
+        else at = &hpmlc_transit_of(*at)->next;
+    }
+    *at = more;
+}
+
+/* Returns the first message from m on, in a list, with the part and tag of `other`, not begun, `complete` or not. */
+HPMLC_FN hpml_message *hpmlc_transit_match(hpml_message *m, hpml_message *other, bool complete)
+{
+    for (; m; m = hpmlc_transit_of(m)->next) {
+        const hpmlc_transit *t = hpmlc_transit_of(m);
+        if (t->part == hpmlc_transit_of(other)->part && m->tag == other->tag && !t->begun && t->complete == complete)
+            break;
+    }
+    return m;
+}
+
+/* Completes m, which gets the stored message s (may be NULL), and wakes the thread of this process that waits for m. */
+HPMLC_FN void hpmlc_transit_complete(const hpml_world *w, hpmlc_channel *ch, hpml_message *m, hpml_message *s)
+{
+    hpmlc_transit_of(m)->complete = true;
+    hpmlc_transit_of(m)->stored   = s;
+    hpmlc_transit_list(m->receiving ? &ch->receives : &ch->sends, m, NULL);
+    if (s) hpmlc_transit_list(&ch->stored, s, NULL);
+    hpmlc_fork_wake(w, w->fork->self, false);
+}
+
+/* Returns how many bytes of a message, of which `rest` are left, go into or out of a ring at one time, at position
+   `at`, where `room` bytes are free or filled: up to a quarter of the ring, so that both ranks work at once. */
+HPMLC_FN size_t hpmlc_fork_piece(const hpmlc_fork *f, size_t rest, uint64_t at, size_t room)
+{
+    const int64_t end = (int64_t)(f->ring - at % f->ring);
+    return (size_t)hpmlc_min(hpmlc_min((int64_t)rest, (int64_t)room), hpmlc_min(end, (int64_t)f->ring / 4));
+}
+
+/* Writes the sends to rank `peer` to its ring, as far as there is space. */
+HPMLC_FN void hpmlc_fork_push(hpml_world *w, int peer)
+{
+    hpmlc_channel   *ch   = &w->fork->channel[peer];
+    hpmlc_fork_ring *r    = hpmlc_fork_ring_of(w, w->fork->self, peer);
+    const size_t     size = w->fork->ring;
+    char            *data = (char *)(r + 1);
+    for (hpml_message *m; (m = ch->sends) != NULL && !ch->broken; w->fork->moves++) {
+        hpmlc_transit *t    = hpmlc_transit_of(m);
+        uint64_t       at   = r->written;
+        size_t         room = size - (size_t)(at - __atomic_load_n(&r->taken, __ATOMIC_SEQ_CST));
+        if (room < 2 * HPMLC_GRAIN) return;
+        if (!t->begun) {
+            memcpy(data + at % size, m, sizeof *m);
+            t->begun = true;
+            at += HPMLC_GRAIN;
+            room -= HPMLC_GRAIN;
+        }
+        const size_t n = hpmlc_fork_piece(w->fork, m->bytes - t->moved, at, room);
+        if (n > 0) memcpy(data + at % size, m->data + t->moved, n);
+        t->moved += n;
+        at += (n + HPMLC_GRAIN - 1) / HPMLC_GRAIN * HPMLC_GRAIN;
+        __atomic_store_n(&r->written, at, __ATOMIC_SEQ_CST);
+        if (__atomic_load_n(&r->is_awaited, __ATOMIC_SEQ_CST)) hpmlc_fork_wake(w, peer, false);
+        if (t->moved == m->bytes) hpmlc_transit_complete(w, ch, m, NULL);
+    }
+}
+
+/* Begins to take the message whose struct is at `from`: into its receive or, without that, or if the lengths differ,
+   into a new stored message. */
+HPMLC_FN void hpmlc_fork_arrive(hpml_world *w, hpmlc_channel *ch, const char *from)
+{
+    hpml_message head, *stored = NULL;
+    memcpy(&head, from, sizeof head);
+    ch->moved = 0;
+    ch->into  = hpmlc_transit_match(ch->receives, &head, false);
+    if (!ch->into || ch->into->bytes != head.bytes) {
+        stored     = (hpml_message *)malloc(sizeof head + head.bytes);
+        ch->broken = !stored;
+        if (!stored) hpmlc_world_fail(w, w->fork->self, "no memory for a message that came before its receive");
+        if (!stored) return;
+        *stored      = head;
+        stored->data = (char *)(stored + 1);
+        hpmlc_transit_of(stored)->next = NULL;
+        hpmlc_transit_list(&ch->stored, NULL, stored);
+        ch->into = stored;
+    } else hpmlc_transit_of(ch->into)->begun = true;
+    ch->into->depth = head.depth;
+    ch->into->sent  = head.sent;
+}
+
+/* Takes what rank `peer` has sent, as long as a receive from it is in flight. */
+HPMLC_FN void hpmlc_fork_pull(hpml_world *w, int peer)
+{
+    hpmlc_channel   *ch   = &w->fork->channel[peer];
+    hpmlc_fork_ring *r    = hpmlc_fork_ring_of(w, peer, w->fork->self);
+    const size_t     size = w->fork->ring;
+    const char      *data = (const char *)(r + 1);
+    for (;; w->fork->moves++) {
+        for (hpml_message *m = ch->receives, *s, *next; m && ch->stored; m = next) {
+            next = hpmlc_transit_of(m)->next;
+            s    = hpmlc_transit_of(m)->begun ? NULL : hpmlc_transit_match(ch->stored, m, true);
+            if (s) hpmlc_transit_complete(w, ch, m, s);
+        }
+        const uint64_t begin = r->taken;
+        uint64_t       at    = begin;
+        size_t         have  = (size_t)(__atomic_load_n(&r->written, __ATOMIC_SEQ_CST) - at);
+        if (have == 0 || !ch->receives || ch->broken) return;
+        if (!ch->into) {
+            hpmlc_fork_arrive(w, ch, data + at % size);
+            if (ch->broken) return;
+            at += HPMLC_GRAIN;
+            have -= HPMLC_GRAIN;
+        }
+        hpml_message *m = ch->into;
+        const size_t  n = hpmlc_fork_piece(w->fork, m->bytes - ch->moved, at, have);
+        if (n > 0 && m->reduce && m->receiving) m->reduce(m->data + ch->moved, data + at % size, n);
+        else if (n > 0) memcpy(m->data + ch->moved, data + at % size, n);
+        ch->moved += n;
+        at += (n + HPMLC_GRAIN - 1) / HPMLC_GRAIN * HPMLC_GRAIN;
+        __atomic_store_n(&r->taken, at, __ATOMIC_SEQ_CST);
+        const bool was_full = __atomic_load_n(&r->written, __ATOMIC_SEQ_CST) - begin > size - 2 * HPMLC_GRAIN;
+        if (was_full) hpmlc_fork_wake(w, peer, false);
+        if (ch->moved < m->bytes) continue;
+        hpmlc_transit_complete(w, ch, m, NULL);
+        ch->into = NULL;
+    }
+}
+
+/* Moves the bytes of all messages in flight, as far as that is possible. The caller holds the lock. */
+HPMLC_FN void hpmlc_fork_move(hpml_world *w)
+{
+    for (int i = 0; i < w->ranks; i++) {
+        if (w->fork->channel[i].sends) hpmlc_fork_push(w, i);
+        if (w->fork->channel[i].receives) hpmlc_fork_pull(w, i);
+    }
+}
+
+/* Lists m if it is not, moves bytes and, if m is complete, ends m. Only the thread that uses c ends messages of c,
+   though another thread of this process may move their bytes. */
+HPMLC_FN void hpmlc_fork_advance(hpml_comm *c, hpml_message *m)
+{
+    hpml_world    *w  = hpmlc_world_of(c);
+    hpmlc_channel *ch = &w->fork->channel[c->origin[m->peer]];
+    hpmlc_transit *t  = hpmlc_transit_of(m);
+    pthread_mutex_lock(&w->fork->lock);
+    t->part = hpmlc_thread(c)->part;
+    if (!t->listed) hpmlc_transit_list(m->receiving ? &ch->receives : &ch->sends, NULL, m);
+    t->listed = true;
+    if (!t->complete) hpmlc_fork_move(w);
+    const bool over = t->complete;
+    pthread_mutex_unlock(&w->fork->lock);
+    if (!over) return;
+    if (t->stored) {
+        m->depth = t->stored->depth;
+        m->sent  = t->stored->sent;
+        hpml_message_deliver(c, m, t->stored->data, t->stored->bytes);
+        free(t->stored);
+    } else m->done = true;
+}
+
+/* Gives up the message m. If m is partly moved, this breaks the channel: this rank has failed, or its peer is lost. */
+HPMLC_FN void hpmlc_fork_abandon(hpml_comm *c, hpml_message *m)
+{
+    hpmlc_fork    *f  = hpmlc_world_of(c)->fork;
+    hpmlc_channel *ch = &f->channel[c->origin[m->peer]];
+    hpmlc_transit *t  = hpmlc_transit_of(m);
+    pthread_mutex_lock(&f->lock);
+    hpmlc_transit_list(m->receiving ? &ch->receives : &ch->sends, m, NULL);
+    if (t->begun && !t->complete) ch->broken = true;
+    m->done = true;
+    pthread_mutex_unlock(&f->lock);
+    free(t->stored);
+}
+
+HPMLC_FN void hpmlc_fork_test(hpml_comm *c, hpml_message *m)
+{
+    const hpml_world *w = hpmlc_world_of(c);
+    if (hpmlc_transit_of(m)->listed || !hpmlc_world_expired(w)) hpmlc_fork_advance(c, m);
+    if (m->done || !hpmlc_world_failed(w)) return;
+    hpmlc_fork_abandon(c, m);
+    hpmlc_threads_fail(c, m);
+}
+
+/* Without .survive: ends the messages of the list m if all their peers have left and none of the messages has come. */
+HPMLC_FN void hpmlc_fork_end(hpml_comm *c, hpml_message *const *m, int count)
+{
+    const hpml_world *w = hpmlc_world_of(c);
+    bool              left = !c->survive;
+    for (int i = hpmlc_in_flight(m, count, 0); i < count && left; i = hpmlc_in_flight(m, count, i + 1))
+        left = __atomic_load_n(&w->left[c->origin[m[i]->peer]], __ATOMIC_ACQUIRE);
+    for (int i = hpmlc_in_flight(m, count, 0); i < count && left; i = hpmlc_in_flight(m, count, i + 1))
+        hpmlc_fork_advance(c, m[i]);
+    left = left && hpmlc_first_over(m, count) < 0;
+    for (int i = hpmlc_in_flight(m, count, 0); i < count && left; i = hpmlc_in_flight(m, count, i + 1)) {
+        hpmlc_fork_abandon(c, m[i]);
+        m[i]->status = hpmlc_fail(c, HPML_ERR_PEER, "rank %d has left while this rank waits for it in %s",
+                                  c->origin[m[i]->peer], c->operation);
+    }
+}
+
+/* Sleeps as a transport's .block does, but at most for 20 ms, so that it notices a failure that it has just missed, or
+   the end of the process of rank 0, which ends this process, too. Without futexes it sleeps for 30 us. */
+HPMLC_FN void hpmlc_fork_block(hpml_comm *c, hpml_message *const *m, int count, double until)
+{
+    hpml_world    *w     = hpmlc_world_of(c);
+    hpmlc_fork    *f     = w->fork;
+    hpmlc_process *self  = &w->process[f->self];
+    const int      first = hpmlc_in_flight(m, count, 0);
+    hpmlc_fork_end(c, m, count);
+    if (until <= 0 || hpmlc_first_over(m, count) >= 0) return;
+#if defined(__unix__) || defined(__APPLE__)
+    if (f->self > 0 && (int)getppid() != f->pid[0]) _exit(1);
+#endif
+    const bool one = hpmlc_in_flight(m, count, first + 1) >= count; /* else it waits for several ranks */
+    const double expires = 1e3 * (hpml_now() + fmax(0.1, 0.25 * c->timeout));
+    __atomic_store_n(&self->until, (int64_t)expires, __ATOMIC_RELAXED);
+    __atomic_store_n(&self->awaits, one ? 1 + c->origin[m[first]->peer] : 0, __ATOMIC_RELEASE);
+    pthread_mutex_lock(&f->lock);
+    for (int i = 0; i < w->ranks; i++)
+        __atomic_store_n(&hpmlc_fork_ring_of(w, i, f->self)->is_awaited, f->channel[i].receives != NULL,
+                         __ATOMIC_SEQ_CST);
+    __atomic_add_fetch(&self->sleepers, 1, __ATOMIC_SEQ_CST);
+    const int seen = __atomic_load_n(&self->changes, __ATOMIC_SEQ_CST), moves = f->moves;
+    hpmlc_fork_move(w);
+    const bool moved = f->moves != moves;
+    pthread_mutex_unlock(&f->lock);
+    const double seconds = fmin(fmax(until - hpml_now(), 0), 20e-3);
+#ifdef SYS_futex
+    const long limit[2] = { 0, (long)(seconds * 1e9) };
+    if (!moved) syscall(SYS_futex, &self->changes, 0L /* FUTEX_WAIT */, (long)seen, limit, NULL, 0L);
+#else
+    if (!moved && __atomic_load_n(&self->changes, __ATOMIC_SEQ_CST) == seen) hpmlc_nap(fmin(seconds, 30e-6));
+#endif
+    __atomic_sub_fetch(&self->sleepers, 1, __ATOMIC_SEQ_CST);
+}
+
+HPMLC_FN void hpmlc_fork_unblock(hpml_comm *c, hpml_message *m HPMLC_UNUSED)
+{
+    const hpml_world *w = hpmlc_world_of(c);
+    __atomic_store_n(&w->process[w->fork->self].awaits, 0, __ATOMIC_RELEASE);
+}
+
+static const hpml_transport hpmlc_fork_transport = {
+    "fork", hpmlc_threads_locate, hpmlc_threads_open, hpmlc_threads_absent, hpmlc_threads_split, hpmlc_threads_close,
+    hpmlc_fork_test, hpmlc_fork_test, hpmlc_fork_block, hpmlc_fork_unblock, hpmlc_fork_abandon,
+    hpmlc_threads_announce_failure, hpmlc_threads_announce_busy, hpmlc_threads_stuck_at, hpmlc_threads_why_lost,
+    NULL, hpmlc_threads_shares_core, NULL, NULL, /* no .allreduce; has a delay between nodes; is always concurrent */
+    true, (size_t)512 << 10, 2e-6, 0.25e-9, NULL
+};
 #endif /* HPML_NO_THREADS */
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4724,7 +5110,7 @@ HPMLC_FN bool hpmlc_vthread_await(hpml_comm *c, double time, double deadline)
     pthread_mutex_lock(&w->mutex);
     self->due   = sleeps ? self->clock : fmax(time, self->clock);
     self->waits = !sleeps;
-    if (sleeps && (!w->failed || in->peer < 0)) { /* if w has failed, no wait for messages sleeps */
+    if (sleeps && (!hpmlc_world_failed(w) || in->peer < 0)) { /* if w has failed, no wait for messages sleeps */
         self->runnable    = false;
         self->deadline    = deadline;
         in->wait.sleeping = true; /* hpmlc_world_stuck reports this wait */
@@ -4825,7 +5211,7 @@ HPMLC_FN void hpmlc_clock_test(hpml_comm *c, hpml_message *m)
 {
     hpml_message *sent = hpmlc_inbox_take(hpmlc_inbox_of(c), m);
     if (sent) hpmlc_threads_deliver(c, m, sent);
-    else if (__atomic_load_n(&hpmlc_world_of(c)->failed, __ATOMIC_ACQUIRE)) hpmlc_threads_fail(c, m);
+    else if (hpmlc_world_failed(hpmlc_world_of(c))) hpmlc_threads_fail(c, m);
 }
 
 /* Returns the earliest time, after c's present clock, at which the loss of a peer of the list m becomes known;
@@ -4902,7 +5288,7 @@ HPMLC_FN void hpmlc_clock_compute(hpml_comm *c, double seconds)
     const hpml_network *net   = &hpmlc_world_of(c)->network;
     double              start = self->clock;
     if (hpmlc_world_expired(hpmlc_world_of(c))) {
-        hpmlc_fail(c, HPML_ERR_TIMEOUT, "%s", hpmlc_world_of(c)->text);
+        hpmlc_fail(c, HPML_ERR_TIMEOUT, "%s", hpmlc_world_text(hpmlc_world_of(c)));
         return;
     }
     if (net->slow) seconds *= net->slow[c->origin[c->rank]];
@@ -5019,8 +5405,9 @@ HPMLC_FN const hpml_transport *hpmlc_transport_find(hpml_ctx *ctx, const hpml_co
 #ifndef HPML_NO_THREADS
     case HPML_TRANSPORT_THREADS: return &hpmlc_threads;
     case HPML_TRANSPORT_CLOCK: return &hpmlc_clock;
+    case HPML_TRANSPORT_FORK: return &hpmlc_fork_transport;
 #else
-    case HPML_TRANSPORT_THREADS: case HPML_TRANSPORT_CLOCK: return &hpmlc_self;
+    case HPML_TRANSPORT_THREADS: case HPML_TRANSPORT_CLOCK: case HPML_TRANSPORT_FORK: return &hpmlc_self;
 #endif
     case HPML_TRANSPORT_MPI:
 #ifdef HPML_USE_MPI
@@ -5225,6 +5612,8 @@ typedef struct hpmlc_start { /* what hpml_launch gives to one rank, and that ran
     hpml_status             status;
     hpmlc_waitpoint        *end;  /* waitpoint that changes when a rank has ended; NULL: none, without .time_limit */
     bool                    hung; /* true: a rank missed the deadline, so that MPI_Finalize would wait for it */
+    bool                    ended; /* true: the other fields are final; atomic */
+    hpml_counters           counters;
     char                    error[768];
 } hpmlc_start;
 
@@ -5261,7 +5650,7 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
         comm->close_error.text = s->error;
         comm->close_error.size = sizeof s->error;
         comm->log              = s->d->log;
-        if (s->d->counters) comm->total = &s->d->counters[s->comm.world ? comm->rank : 0];
+        comm->total            = &s->counters;
     }
     if (comm && s->status == HPML_OK && hpmlc_launch_plans(s->d)) s->status = hpml_comm_set_plan(comm, s->d->plan);
     if (comm && s->status == HPML_OK) s->status = s->fn(comm, s->user);
@@ -5274,6 +5663,7 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
     for (int i = 0; comm && i < comm->size; i++) s->hung = s->hung || comm->silent[i];
     hpml_ctx_free(ctx);
     if (s->status == HPML_OK && s->error[0]) s->status = HPML_ERR_TIMEOUT;
+    __atomic_store_n(&s->ended, true, __ATOMIC_RELEASE);
 #ifndef HPML_NO_THREADS
     if (s->end) hpmlc_waitpoint_wake(NULL, s->end);
 #endif
@@ -5337,11 +5727,11 @@ HPMLC_FN int hpmlc_cores(int ranks)
    hpml_launch_desc. Returns false if that text cannot be read. */
 HPMLC_FN bool hpmlc_run_read(hpml_launch_desc *d)
 {
-    static const char *const kinds[] = { "threads", "mpi", "clock", "serial", "auto" }; /* 0 to 2: transports */
+    static const char *const kinds[] = { "threads", "mpi", "clock", "fork", "serial", "auto" }; /* 0 to 3: transports */
     const char *tasks = getenv("SLURM_NTASKS"), *run = getenv("HPML_RUN"); /* empty: as not set */
     if (run && *run && (d->run || (!d->transport && !d->ranks))) d->run = run;
     if (!d->run) return true;
-    enum { MPI = 1, SERIAL = 3, AUTO = 4, KINDS = 5 };
+    enum { MPI = 1, SERIAL = 4, AUTO = 5, KINDS = 6 };
     size_t length = strcspn(d->run, ":"), kind = 0;
     char  *end    = NULL;
     long   ranks  = d->run[length] ? strtol(d->run + length + 1, &end, 10) : 0;
@@ -5360,6 +5750,7 @@ HPMLC_FN bool hpmlc_run_read(hpml_launch_desc *d)
 HPMLC_FN hpml_status hpmlc_launch_alone(const hpml_launch_desc *d, const hpmlc_text *to)
 {
     const char *run       = getenv("HPML_RUN"), *kind = d->transport == HPML_TRANSPORT_CLOCK ? "clock" : "threads";
+    if (d->transport == HPML_TRANSPORT_FORK) kind = "fork";
     int         processes = hpml_launched(NULL), ranks = d->ranks > 0 ? d->ranks : 1;
     bool        meant     = run && *run && strncmp(run, "auto", 4) != 0 && strncmp(run, "mpi", 3) != 0;
     if (processes < 2 || d->alone || meant) return HPML_OK;
@@ -5419,6 +5810,18 @@ HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, const hpmlc_text *to)
     return hpmlc_first_cause(s, 1, to);
 }
 
+#ifndef HPML_NO_THREADS
+/* Returns the status of a launch in world w whose ranks have ended with the results s; its text goes to `to`. */
+HPMLC_FN hpml_status hpmlc_launch_status(const hpmlc_start *s, const hpml_world *w, const hpmlc_text *to)
+{
+    const int   failed = hpmlc_world_failed(w);
+    hpml_status status = s->d->survive ? hpmlc_survivors(s, w->ranks, to) : hpmlc_first_cause(s, w->ranks, to);
+    if (status == HPML_OK && failed) /* a job failed for which no rank waited, or the time limit was ignored */
+        status = hpmlc_refuse(to, failed > w->ranks ? w->fault->failure : HPML_ERR_COMM, "%s", hpmlc_world_text(w));
+    return status;
+}
+#endif
+
 /* Runs `ranks` ranks of the transports THREADS or CLOCK, each in a thread of its own with one element of s, and waits
    for all. Returns the status of the lowest rank that failed, and writes its error text to `to`: hpmlc_first_cause,
    with .survive hpmlc_survivors. */
@@ -5441,9 +5844,7 @@ HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc
     for (int i = 0; i < started; i++) pthread_join(threads[i], NULL);
     hpmlc_waitpoint_close(&end);
     hpml_status status = HPML_ERR_MEMORY;
-    if (w && threads) status = s->d->survive ? hpmlc_survivors(s, ranks, to) : hpmlc_first_cause(s, ranks, to);
-    if (status == HPML_OK && w->failed) /* a job failed for which no rank waited, or the time limit was ignored */
-        status = hpmlc_refuse(to, w->failed > ranks ? w->failure : HPML_ERR_COMM, "%s", w->text);
+    if (w && threads) status = hpmlc_launch_status(s, w, to);
     hpml_world_free(w);
     free(threads);
     return status;
@@ -5455,6 +5856,7 @@ HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc
 #endif
 }
 
+HPMLC_FN hpml_status hpmlc_launch_fork(hpmlc_start *s, int ranks, const hpmlc_text *to);
 /* Sets transport and ranks of d from d->run, such as "threads:4". Returns an error, its text in `to`, where these or
    the network are out of range, or where each of several processes of mpiexec or srun would run threads of its own and
    neither d->alone nor HPML_RUN allows that. */
@@ -5464,12 +5866,12 @@ HPMLC_FN hpml_status hpmlc_launch_check(hpml_launch_desc *d, const hpmlc_text *t
     if (bad_log && !d->_begin && !d->_end)
         return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "launch: .log has a capacity of %lld and .record %p; give it an "
                             "array of `capacity` records", (long long)d->log->capacity, (void *)d->log->record);
-    if (d->_begin || d->_end || d->ranks < 0 || d->ranks > 65536 || (unsigned)d->transport > HPML_TRANSPORT_CLOCK)
+    if (d->_begin || d->_end || d->ranks < 0 || d->ranks > 65536 || (unsigned)d->transport > HPML_TRANSPORT_FORK)
         return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "launch: %d ranks, transport %d: out of range, or a desc that is "
                             "not cleared", d->ranks, (int)d->transport);
     if (!hpmlc_run_read(d))
         return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "launch: HPML_RUN or .run: \"%s\"; serial, threads[:N], "
-                            "clock[:N], mpi[:N], auto[:N]", d->run);
+                            "clock[:N], fork[:N], mpi[:N], auto[:N]", d->run);
     if (d->transport == HPML_TRANSPORT_MPI) return HPML_OK;
     hpml_status status = hpmlc_launch_alone(d, to);
     if (status != HPML_OK) return status;
@@ -5489,7 +5891,6 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
     if (refused != HPML_OK) return refused;
     bool mpi   = d.transport == HPML_TRANSPORT_MPI;
     int  ranks = mpi ? 1 : d.ranks;
-    if (d.counters) memset(d.counters, 0, sizeof *d.counters * (size_t)ranks);
     if (d.log) d.log->count = 0;
     hpmlc_start *s = (hpmlc_start *)calloc((size_t)ranks, sizeof *s);
     if (!s) return HPML_ERR_MEMORY;
@@ -5510,10 +5911,198 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
         if (s[i].ctx.threads == 0) s[i].ctx.threads = hpmlc_cores(ranks);
         if (d.place) d.place(&s[i].ctx, i, user);
     }
-    hpml_status status = mpi ? hpmlc_launch_mpi(s, &to) : hpmlc_launch_threads(s, ranks, &to);
+    hpml_status status;
+    if (mpi) status = hpmlc_launch_mpi(s, &to);
+    else if (d.transport == HPML_TRANSPORT_FORK) status = hpmlc_launch_fork(s, ranks, &to);
+    else status = hpmlc_launch_threads(s, ranks, &to);
+    for (int i = 0; i < ranks && d.counters; i++) d.counters[i] = s[i].counters;
     free(s);
     return status;
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>launch-fork   ranks as forked processes: shared memory, how each process ends
+// ---------------------------------------------------------------------------------------------------------------------
+/* Rank 0 is a thread of the process that calls hpml_launch; the calling thread forks the other ranks and then watches
+   them. A process that ends before its rank's function has returned fails the world in that rank's name. */
+#if (defined(__unix__) || defined(__APPLE__)) && !defined(HPML_NO_THREADS)
+
+struct hpmlc_fork_memory { /* shared; all zero at first; pages that are never used take no memory */
+    bool             left[HPMLC_FORK_RANKS]; /* hpml_world.left, as are these: */
+    hpmlc_loss       lost[HPMLC_FORK_RANKS];
+    double           busy[HPMLC_FORK_RANKS];
+    hpmlc_fault      fault;
+    hpmlc_start      start[HPMLC_FORK_RANKS]; /* what hpml_launch gives to each rank, and its result */
+    hpmlc_process    process[HPMLC_FORK_RANKS];
+    hpml_message_log log; /* its records follow this struct, after the rings */
+};
+
+/* Creates the world of `ranks` processes, with shared memory, before the fork. NULL: no memory. */
+HPMLC_FN hpml_world *hpmlc_fork_world(const hpml_launch_desc *d, int ranks)
+{
+    hpml_world  *w = hpml_world_create(HPML_TRANSPORT_THREADS, ranks, &d->network);
+    hpmlc_fork  *f = (hpmlc_fork *)calloc(1, sizeof *f);
+    const size_t pairs = (size_t)ranks * (size_t)ranks, records = d->log ? (size_t)d->log->capacity : 0;
+    const size_t head = (sizeof *f->memory + 63) / 64 * 64;
+    size_t       ring = (size_t)1 << 18;
+    int          zero = -1, how = MAP_SHARED;
+    while (ring > 4096 && pairs * ring > (size_t)16 << 20) ring /= 2;
+    const size_t rings = pairs * (sizeof(hpmlc_fork_ring) + ring);
+    const size_t bytes = head + rings + records * sizeof *d->log->record;
+#ifdef MAP_ANON
+    how |= MAP_ANON;
+#else /* hidden by -std=c99 */
+    zero = open("/dev/zero", O_RDWR);
+#endif
+    void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, how, zero, 0);
+    if (zero >= 0) close(zero);
+    if (!w || !f || at == MAP_FAILED) {
+        if (at != MAP_FAILED) munmap(at, bytes);
+        hpml_world_free(w);
+        free(f);
+        return NULL;
+    }
+    pthread_mutex_init(&f->lock, NULL);
+    f->memory = (struct hpmlc_fork_memory *)at;
+    f->rings  = (char *)at + head;
+    f->ring   = ring;
+    f->bytes  = bytes;
+    f->memory->log.record   = (hpml_message_record *)(void *)(f->rings + rings);
+    f->memory->log.capacity = (int64_t)records;
+    free(w->left);
+    free(w->lost);
+    free(w->busy);
+    free(w->fault);
+    w->left    = f->memory->left;
+    w->lost    = f->memory->lost;
+    w->busy    = f->memory->busy;
+    w->fault   = &f->memory->fault;
+    w->process = f->memory->process;
+    w->kind    = HPML_TRANSPORT_FORK;
+    w->fork    = f;
+    w->running = 1 << 30; /* never 0, because the threads of other processes are not counted */
+    return w;
+}
+
+HPMLC_FN void hpmlc_fork_free(hpml_world *w)
+{
+    hpmlc_fork *f = w->fork;
+    for (int i = 0; i < w->ranks; i++)
+        for (hpml_message *m = f->channel[i].stored, *next; m; m = next) {
+            next = hpmlc_transit_of(m)->next;
+            free(m);
+        }
+    munmap(f->memory, f->bytes);
+    pthread_mutex_destroy(&f->lock);
+    free(f);
+    w->left  = NULL;
+    w->lost  = NULL;
+    w->busy  = NULL;
+    w->fault = NULL;
+    hpml_world_free(w);
+}
+
+/* Runs rank `rank` in its process, a child, and ends that process. */
+HPMLC_FN void hpmlc_fork_child(hpml_world *w, int rank)
+{
+    w->fork->self = rank;
+#ifdef __linux__
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+#endif
+    if ((int)getppid() == w->fork->pid[0]) hpmlc_start_main(&w->fork->memory->start[rank]);
+    fflush(NULL);
+    _exit(w->fork->memory->start[rank].status != HPML_OK);
+}
+
+/* Records that the process of `rank` has ended; how: its status as waitpid gives it, or -1: not known. */
+HPMLC_FN void hpmlc_fork_ended(hpml_world *w, int rank, int how)
+{
+    hpmlc_start *s = &w->fork->memory->start[rank];
+    const bool   killed = how >= 0 && WIFSIGNALED(how);
+    char         text[100];
+    w->fork->pid[rank] = 0;
+    if (__atomic_load_n(&s->ended, __ATOMIC_ACQUIRE)) return;
+    if (killed) snprintf(text, sizeof text, "its process was killed by signal %d", WTERMSIG(how));
+    else snprintf(text, sizeof text, "its process ended early, with exit code %d", how < 0 ? how : WEXITSTATUS(how));
+    s->status = hpmlc_world_failed(w) ? HPML_ERR_PEER : HPML_ERR_COMM; /* PEER: not the cause of the failure */
+    hpmlc_start_error(s, rank, text);
+    if (s->d->survive) hpmlc_world_lose(w, rank, 0, text);
+    else hpmlc_world_fail(w, rank, text);
+}
+
+/* Waits until all ranks have ended, records how, and keeps the launch's time limit. A process that does not end within
+   the deadline of waits after the first failure is killed, because no error could end it. */
+HPMLC_FN void hpmlc_fork_watch(hpml_world *w, const hpml_launch_desc *d)
+{
+    hpmlc_fork  *f     = w->fork;
+    const double began = hpml_now(), grace = d->timeout == 0 ? 60 : d->timeout;
+    double       patience = 1e300, now = began;
+    for (int running = 1; running > 0;) {
+        running = !__atomic_load_n(&f->memory->start[0].ended, __ATOMIC_ACQUIRE);
+        for (int i = 1; i < w->ranks; i++) {
+            int       how   = -1;
+            const int ended = f->pid[i] > 0 ? (int)waitpid(f->pid[i], &how, WNOHANG) : 0;
+            if (ended > 0 || (ended < 0 && errno != EINTR)) hpmlc_fork_ended(w, i, how);
+            running += f->pid[i] > 0;
+            if (f->pid[i] > 0 && now > patience) kill(f->pid[i], SIGKILL);
+        }
+        now = hpml_now();
+        if (d->time_limit > 0 && now > began + d->time_limit) hpmlc_world_expire(w, d->time_limit);
+        if (patience >= 1e300 && grace >= 0 && hpmlc_world_failed(w)) patience = now + grace;
+        if (running > 0) hpmlc_nap(fmin(5e-3, 1e-4 + (now - began) / 16));
+    }
+}
+
+/* Runs `ranks` ranks: the first in a thread of this process, the others in processes that are forked. */
+HPMLC_FN hpml_status hpmlc_launch_fork(hpmlc_start *s, int ranks, const hpmlc_text *to)
+{
+    hpml_launch_desc  d   = *s->d;
+    hpml_message_log *log = d.log;
+    pthread_t         thread;
+    int               forked = 1, code = 0;
+    const bool        slow = hpmlc_link_takes_time(&d.network.inside) || hpmlc_link_takes_time(&d.network.between);
+    if (ranks > HPMLC_FORK_RANKS || slow)
+        return hpmlc_refuse(to, HPML_ERR_UNSUPPORTED, "launch: fork:%d: at most 256 processes, and no links that take "
+                            "time (.network); take threads:%d", ranks, ranks);
+    hpml_world *w = hpmlc_fork_world(&d, ranks);
+    if (!w) return hpmlc_refuse(to, HPML_ERR_MEMORY, "launch: no shared memory for %d processes", ranks);
+    hpmlc_fork *f = w->fork;
+    if (log) d.log = &f->memory->log;
+    for (int i = 0; i < ranks; i++) {
+        s[i].d          = &d;
+        s[i].comm.world = w;
+    }
+    memcpy(f->memory->start, s, (size_t)ranks * sizeof *s);
+    f->pid[0] = (int)getpid();
+    fflush(NULL); /* else each process would print what is in the buffers */
+    for (; forked < ranks && code == 0; forked++) {
+        f->pid[forked] = (int)fork();
+        if (f->pid[forked] == 0) hpmlc_fork_child(w, forked);
+        if (f->pid[forked] < 0) code = errno;
+    }
+    if (code == 0) code = pthread_create(&thread, NULL, hpmlc_start_main, &f->memory->start[0]);
+    for (int i = 1; i < ranks && code != 0 && f->pid[i] > 0; i++) kill(f->pid[i], SIGKILL);
+    if (code != 0) f->memory->start[0].ended = true;
+    hpmlc_fork_watch(w, &d);
+    if (code == 0) pthread_join(thread, NULL);
+    memcpy(s, f->memory->start, (size_t)ranks * sizeof *s);
+    if (log) log->count = f->memory->log.count;
+    if (log && log->count > 0)
+        memcpy(log->record, f->memory->log.record, (size_t)hpmlc_min(log->count, log->capacity) * sizeof *log->record);
+    hpml_status status = hpmlc_launch_status(s, w, to);
+    if (code != 0)
+        status = hpmlc_refuse(to, HPML_ERR_MEMORY, "launch: process %d of %d could not be started: %s; take fewer "
+                              "ranks, or threads:%d", forked, ranks, strerror(code), ranks);
+    hpmlc_fork_free(w);
+    return status;
+}
+#else
+HPMLC_FN hpml_status hpmlc_launch_fork(hpmlc_start *s HPMLC_UNUSED, int ranks, const hpmlc_text *to)
+{
+    return hpmlc_refuse(to, HPML_ERR_UNSUPPORTED, "launch: fork:%d needs POSIX processes and threads, which this "
+                        "program lacks; take threads:%d", ranks, ranks);
+}
+#endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>timeline   one timeline for all ranks
@@ -13423,6 +14012,7 @@ HPML_API hpml_status hpml_distribute_share(hpml_distributed *d)
     hpml_plan_facts_of(d->t, d->c, &facts);
     if (facts.overflows) wrong = "the loss scale is dynamic";
     if (hpmlc_plan_cuts(&d->plan)) wrong = "ranks have parts of the model";
+    if (d->c->size > 1 && strcmp(d->c->t->name, "fork") == 0) wrong = "ranks are processes";
     for (int i = 0; i < d->layout.params; i++) {
         const hpml_tensor *p    = hpmlc_param(d, i);
         uint64_t           mine = (uint64_t)(uintptr_t)p->data, address = mine;

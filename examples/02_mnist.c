@@ -1,6 +1,6 @@
 /* What you learn: a whole training, on one worker or many: data, model, trainer, progress, evaluation, checkpoint,
    timeline. Difficulty 2 of 4.
-   cc -O2 examples/02_mnist.c -o mnist -lm -lpthread && ./mnist --workers 4    (with -DHPML_USE_ZLIB -lz: reads .gz)
+   cc -O2 examples/02_mnist.c -o mnist -lm -lpthread && HPML_RUN=fork:4 ./mnist    (or --workers 4: threads)
    mpicc -O2 -DHPML_USE_MPI examples/02_mnist.c -o mnist -lm -lpthread && mpiexec -n 2 ./mnist --transport mpi
    prints a progress line, a confusion matrix, some misread digits and the accuracy on digits it has not seen.
    The digits are drawn by digits.h; --data DIR takes MNIST's IDX files (only the t10k pair: its last 2,000 test). */
@@ -157,7 +157,7 @@ static int launch(job *j)
 {
     const options   *o = j->o;
     char             error[768];
-    hpml_launch_desc l = { .ranks = (int32_t)o->workers, .ctx = { .seed = (uint64_t)o->seed } };
+    hpml_launch_desc l = { .ranks = o->workers > 1 ? (int32_t)o->workers : 0, .ctx = { .seed = (uint64_t)o->seed } };
     l.ctx.threads = (int32_t)o->threads;
     hpml_dtype *dtype = &l.ctx.activation_dtype;
     while (strcmp(hpml_dtype_name(*dtype), o->precision) != 0) *dtype = (hpml_dtype)(*dtype + 1);

@@ -1,8 +1,8 @@
 /* What you learn: the ways to add up and to exchange numbers over many workers, and what each costs. Difficulty 2 of 4.
    cc -O2 examples/05_allreduce.c -o allreduce -lm -lpthread && ./allreduce --ranks 4
    mpicc -O2 -DHPML_USE_MPI examples/05_allreduce.c -o allreduce_mpi -lm -lpthread && mpiexec -n 4 ./allreduce_mpi
-   The same program runs serial, on threads or on processes, as HPML_RUN (HPML_RUN=threads:4 ./allreduce) or one literal
-   in main says: serial, threads:4, mpi.
+   The same program runs serial, on threads or on processes, as HPML_RUN (HPML_RUN=fork:4 ./allreduce) or one literal
+   in main says: serial, threads:4, fork:4, mpi.
    options, as those of nccl-tests: -b BYTES, -e BYTES (--max; K, M, G), -f FACTOR: sizes from, to, and from one to the
    next; -n TIMES, -w TIMES: calls that are timed, and before (without -n the best of five stretches of 20 ms); --op
    NAME: one of the collectives, or all; --algorithm NAME of allreduce; --ranks N (threads); --json; --draw FILE: draws

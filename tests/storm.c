@@ -1,9 +1,10 @@
 /* One random fault, drawn from a seed: a rank stops doing its part in the middle of some work, and every other rank
    must end with an error that names it.
        storm SEED FOLDER          ranks as threads
+       storm SEED FOLDER fork     ranks as forked processes
        storm_ranks SEED FOLDER    the same under mpiexec
-   Each survivor prints "good rank R: ..." or "BAD rank R: ...", the first line says what the fault is. Under mpiexec
-   each rank writes its process into FOLDER/pid.R, and FOLDER/done.R when it has been judged. Run by storm.sh. */
+   Each survivor prints "good rank R: ..." or "BAD rank R: ...", the first line says what the fault is. Where ranks are
+   processes each writes its own into FOLDER/pid.R, and FOLDER/done.R when it has been judged. Run by storm.sh. */
 #define _GNU_SOURCE /* setitimer */
 #include "../hpml_comm.h"
 #include <signal.h>
@@ -24,7 +25,7 @@ typedef enum work { SPLIT, SUMS, JOBS, TRAIN, ONEBIT, DELAYED, SAVE, FREE, CREAT
 static const char *const works[WORKS] = { "split", "sums", "jobs", "training", "1-bit training", "delayed training",
                                           "saving", "free", "create" };
 
-/* KILL and EXIT end a process. KILL and, under mpiexec, HANG come at any moment, the others before an operation. */
+/* KILL and EXIT end a process. KILL and, of a process, HANG come at any moment, the others before an operation. */
 typedef enum kind { LEAVE, FAIL, HANG, EXIT, KILL, KINDS } kind;
 static const char *const kinds[KINDS] = { "leaves", "fails", "hangs", "calls exit", "is killed" };
 
@@ -34,16 +35,17 @@ static struct storm {
     int         ranks, victim, op; /* op: of the victim's fault */
     long        microseconds;      /* from the first operation on, for a fault at any moment */
     const char *folder;
-    int         ended;             /* survivors */
+    int         ended;             /* survivors, where ranks are threads */
+    int         fork;              /* 1: ranks are forked processes */
 } storm;
 
 static void draw(uint64_t seed, int ranks, bool mpi)
 {
     hpml_rng r = { .seed = seed };
     storm.ranks  = ranks > 0 ? ranks : 2 + (int)hpml_rng_below(&r, 7);
-    storm.victim = (int)hpml_rng_below(&r, storm.ranks);
+    storm.victim = storm.fork + (int)hpml_rng_below(&r, storm.ranks - storm.fork); /* rank 0 has the others' parent */
     storm.work   = (work)hpml_rng_below(&r, mpi ? WORKS : CREATE);
-    storm.kind   = (kind)hpml_rng_below(&r, mpi ? KINDS : EXIT);
+    storm.kind   = (kind)hpml_rng_below(&r, mpi || storm.fork ? KINDS : EXIT);
     storm.op     = (int)hpml_rng_below(&r, 30);
     storm.microseconds = (long)hpml_rng_below(&r, 200000) + 1;
     if (mpi && storm.work == FREE && storm.kind < HANG) storm.kind = HANG; /* a failed rank announces it first */
@@ -64,18 +66,19 @@ static void touch(const char *name, int rank, long content)
     fclose(f);
 }
 
-/* Waits until every other rank has been judged, because a message of this rank could end their waits. */
-static void hang(bool mpi)
+/* Waits until every other rank has been judged, because a message of this rank could end their waits. processes: under
+   mpiexec, or forked. */
+static void hang(bool processes)
 {
     for (int tenths = 0; tenths < 10 * PATIENCE; tenths++) {
         char path[400];
         int  ended = __atomic_load_n(&storm.ended, __ATOMIC_ACQUIRE);
-        for (int i = 0; i < storm.ranks && mpi; i++)
+        for (int i = 0; i < storm.ranks && processes; i++)
             ended += i != storm.victim && access(in_folder(path, "done", i), F_OK) == 0;
         if (ended >= storm.ranks - 1) break;
         usleep(100000);
     }
-    if (mpi) _exit(1);
+    if (processes) _exit(1);
 }
 
 static void strike(int sig)
@@ -86,9 +89,9 @@ static void strike(int sig)
 }
 
 /* Commits the fault if this rank and operation are the victim's. True: the rank returns. */
-static bool fault(hpml_comm *c, int op, bool mpi)
+static bool fault(hpml_comm *c, int op, bool processes)
 {
-    bool any_moment = storm.kind == KILL || (mpi && storm.kind == HANG);
+    bool any_moment = storm.kind == KILL || (processes && storm.kind == HANG);
     if (hpml_comm_rank(c) != storm.victim || op != (any_moment ? 1 : storm.op)) return false;
     if (any_moment) {
         struct itimerval timer;
@@ -99,7 +102,7 @@ static bool fault(hpml_comm *c, int op, bool mpi)
         return false;
     }
     if (storm.kind == FAIL) hpml_ctx_fail(hpml_comm_ctx(c), HPML_ERR_STATE, "a fault of the storm");
-    if (storm.kind == HANG) hang(mpi);
+    if (storm.kind == HANG) hang(processes);
     if (storm.kind == EXIT) exit(3);
     return true;
 }
@@ -180,11 +183,12 @@ static hpml_status run(hpml_comm *c, void *user)
 {
     hpml_ctx *ctx     = hpml_comm_ctx(c);
     bool      mpi     = *(const bool *)user, trains = storm.work >= TRAIN && storm.work <= SAVE;
+    bool      processes = mpi || storm.fork;
     model     m       = { NULL, NULL };
-    if (mpi) touch("pid", hpml_comm_rank(c), (long)getpid());
+    if (processes) touch("pid", hpml_comm_rank(c), (long)getpid());
     if (trains) m = model_create(c);
     for (int op = 0; hpml_ctx_status(ctx) == HPML_OK; op++) {
-        if (fault(c, op, mpi)) break;
+        if (fault(c, op, processes)) break;
         if (storm.work == SPLIT || storm.work == FREE) parts(c);
         if (storm.work == SUMS) sums(c, op);
         if (storm.work == JOBS) jobs(c);
@@ -271,6 +275,7 @@ static hpml_status survive(hpml_comm *c, void *user)
     int         rank   = hpml_comm_rank(c);
     if (rank == storm.victim) return HPML_OK;
     judge(rank, status, hpml_ctx_error(hpml_comm_ctx(c)));
+    if (storm.fork) touch("done", rank, 0);
     __atomic_add_fetch(&storm.ended, 1, __ATOMIC_RELEASE);
     return status;
 }
@@ -281,12 +286,13 @@ int main(int argc, char **argv)
     hpml_launch_desc  d;
     if (argc < 3) return 2;
     storm.folder = argv[2];
+    storm.fork   = argc > 3;
     draw(strtoull(argv[1], NULL, 10), 0, false);
     printf("rank %d of %d %s in %s\n", storm.victim, storm.ranks, kinds[storm.kind], works[storm.work]);
     memset(&d, 0, sizeof d);
     d.ranks = storm.ranks, d.timeout = DEADLINE, d.ctx.threads = 1;
+    if (storm.fork) d.transport = HPML_TRANSPORT_FORK;
     hpml_launch(&d, survive, (void *)(uintptr_t)&mpi, NULL, 0);
-    printf("%d survivors\n", storm.ended);
     return 0;
 }
 #endif

@@ -13,7 +13,12 @@
 #include <unistd.h>
 #endif
 
-static const hpml_transport_kind transports[] = { HPML_TRANSPORT_THREADS, HPML_TRANSPORT_CLOCK };
+static const hpml_transport_kind transports[] = { HPML_TRANSPORT_THREADS, HPML_TRANSPORT_CLOCK, HPML_TRANSPORT_FORK };
+#ifdef _WIN32
+enum { TRANSPORTS = 2 };
+#else
+enum { TRANSPORTS = 3 }; /* the tests of what ranks count together have two: processes share no variables */
+#endif
 
 static char   error[768];
 static double seconds; /* of the last launch */
@@ -66,14 +71,14 @@ static hpml_status all_algorithms(hpml_comm *c, void *user)
 TEST(every_algorithm_every_rank_count)
 {
     static const int ranks[] = { 1, 2, 3, 4, 5, 7, 8, 16 };
-    for (int t = 0; t < 2; t++)
+    for (int t = 0; t < TRANSPORTS; t++)
         for (int i = 0; i < 8; i++)
             for (int per_node = 0; per_node < ranks[i] && per_node < 6; per_node++)
                 for (int spread = 0; spread < 1 + (per_node > 1); spread++) {
                     hpml_network net;
                     bool few = (!SLOW_BUILD || (ranks[i] <= 8 && ranks[i] != 7)) &&
                                (per_node == 0 || per_node + spread == 3);
-                    bool some = SLOW_BUILD || transports[t] == HPML_TRANSPORT_CLOCK || ranks[i] > 5;
+                    bool some = SLOW_BUILD || transports[t] != HPML_TRANSPORT_THREADS || ranks[i] > 5;
                     if (some && !few) continue;
                     bool nodes = per_node > 0;
                     memset(&net, 0, sizeof net);
@@ -90,7 +95,7 @@ static hpml_status one_large(hpml_comm *c, void *user)
 TEST(a_million_elements)
 {
     static const int ranks[] = { 2, 3, 1, 4, 5, 7, 8, 16 };
-    for (int t = 0; t < 2; t++)
+    for (int t = 0; t < TRANSPORTS; t++)
         for (int i = 0; i < (SLOW_BUILD ? 2 : getenv("HPML_TEST_ALL") ? 8 : 4); i++)
             EACH_ALGORITHM(a, HPML_CENTRAL) {
                 hpml_algorithm algorithm = (hpml_algorithm)a;
@@ -246,7 +251,7 @@ static hpml_status all_types(hpml_comm *c, void *user)
 
 TEST(every_type_sum_mean_maximum)
 {
-    for (int t = 0; t < 2; t++)
+    for (int t = 0; t < TRANSPORTS; t++)
         for (int p = 1; p <= 6; p += t ? 5 : 1) {
             hpml_network net;
             memset(&net, 0, sizeof net);
@@ -272,7 +277,7 @@ static hpml_status special_values(hpml_comm *c, void *user)
 
 TEST(nan_and_infinity_reach_everybody)
 {
-    for (int t = 0; t < 2; t++) ENSURE(launch(transports[t], 3, special_values, NULL) == HPML_OK);
+    for (int t = 0; t < TRANSPORTS; t++) ENSURE(launch(transports[t], 3, special_values, NULL) == HPML_OK);
 }
 
 static hpml_status other_collectives(hpml_comm *c, void *user)
@@ -287,7 +292,7 @@ static hpml_status other_collectives(hpml_comm *c, void *user)
 TEST(the_other_collectives_at_every_root)
 {
     static const int ranks[] = { 1, 2, 3, 4, 5, 7, 8, 16 };
-    for (int t = 0; t < 2; t++)
+    for (int t = 0; t < TRANSPORTS; t++)
         for (int i = 0; i < (SLOW_BUILD || t ? 5 : 8); i++)
             ENSURE(launch(transports[t], ranks[i], other_collectives, NULL) == HPML_OK);
 }
@@ -526,7 +531,7 @@ static hpml_status messages(hpml_comm *c, void *user)
 
 TEST(messages_of_a_hundred_shapes)
 {
-    for (int t = 0; t < 2; t++)
+    for (int t = 0; t < TRANSPORTS; t++)
         for (int p = 2; p <= (SLOW_BUILD ? 3 : 7); p += p == 4 ? 3 : 1)
             ENSURE(launch(transports[t], p, messages, NULL) == HPML_OK);
 }
@@ -558,7 +563,7 @@ static hpml_status plain_messages(hpml_comm *c, void *user)
 
 TEST(send_receive_and_tags)
 {
-    for (int t = 0; t < 2; t++)
+    for (int t = 0; t < TRANSPORTS; t++)
         for (int p = 1; p <= 4; p++) ENSURE(launch(transports[t], p, plain_messages, NULL) == HPML_OK);
 }
 
@@ -566,7 +571,7 @@ static hpml_status split_ranks(hpml_comm *c, void *user) { return (void)user, sp
 
 TEST(split_by_colour_and_node)
 {
-    for (int t = 0; t < 2; t++)
+    for (int t = 0; t < TRANSPORTS; t++)
         for (int p = 1; p <= 9; p++)
             for (int spread = 0; spread < 2; spread++) {
                 hpml_network net;
@@ -585,7 +590,7 @@ static hpml_status jobs(hpml_comm *c, void *user)
 
 TEST(jobs_in_the_background)
 {
-    for (int t = 0; t < 2; t++)
+    for (int t = 0; t < TRANSPORTS; t++)
         for (int p = 1; p <= 5; p++) ENSURE(launch(transports[t], p, jobs, NULL) == HPML_OK);
 }
 
@@ -596,7 +601,7 @@ static hpml_status orders(hpml_comm *c, void *user)
 
 TEST_PLAIN(tensors_in_different_orders)
 {
-    for (int t = 0; t < 2; t++)
+    for (int t = 0; t < TRANSPORTS; t++)
         for (int p = 1; p <= 5; p++)
             for (int onebit = 0; onebit < 2; onebit++)
                 ENSURE(launch(transports[t], p, orders, &(bool){ onebit }) == HPML_OK);
@@ -612,7 +617,7 @@ static hpml_status not_waited_for(hpml_comm *c, void *user) /* the job's array l
 
 TEST(a_job_that_is_not_waited_for_still_ends)
 {
-    for (int t = 0; t < 2; t++) ENSURE(launch(transports[t], 4, not_waited_for, NULL) == HPML_OK);
+    for (int t = 0; t < TRANSPORTS; t++) ENSURE(launch(transports[t], 4, not_waited_for, NULL) == HPML_OK);
 }
 
 static hpml_status nothing(hpml_comm *c, void *user) { return (void)c, (void)user, HPML_OK; }
@@ -634,7 +639,7 @@ static hpml_status too_many(hpml_comm *c, void *user)
 
 TEST(more_than_256_jobs_are_an_error)
 {
-    for (int t = 0; t < 2; t++) {
+    for (int t = 0; t < TRANSPORTS; t++) {
         hpml_launch_desc d;
         memset(&d, 0, sizeof d);
         d.transport = transports[t], d.ranks = 2;
@@ -659,7 +664,7 @@ static hpml_status one_job_fails(hpml_comm *c, void *user)
 
 TEST(an_error_in_a_job_reaches_everybody)
 {
-    for (int t = 0; t < 2; t++) {
+    for (int t = 0; t < TRANSPORTS; t++) {
         hpml_launch_desc d;
         memset(&d, 0, sizeof d);
         d.transport = transports[t], d.ranks = 3;
@@ -927,7 +932,7 @@ TEST(a_server_answers_all_ranks_by_one_receive_for_each)
 {
     hpml_network net;
     memset(&net, 0, sizeof net);
-    for (int t = 0; t < 2; t++)
+    for (int t = 0; t < TRANSPORTS; t++)
         for (int p = 2; p <= (SLOW_BUILD ? 3 : 7); p += p == 4 ? 3 : 1)
             ENSURE(launch(transports[t], p, serves, NULL) == HPML_OK);
     net.ranks_per_node = 2, net.between.latency = 1e-4, net.inside.bandwidth = 1e9;
@@ -1087,7 +1092,7 @@ static hpml_status waits_briefly(hpml_comm *c, void *user)
 
 TEST(hpml_wait_any_ends_after_its_seconds_and_refuses_an_empty_list)
 {
-    for (int t = 0; t < 2; t++) {
+    for (int t = 0; t < TRANSPORTS; t++) {
         ENSURE(launch(transports[t], 2, waits_briefly, NULL) == HPML_ERR_ARGUMENT);
         ENSURE(strstr(error, "rank 0: hpml_wait_any: a list of 1 without a message"));
     }
@@ -1590,7 +1595,7 @@ static hpml_status survives(hpml_comm *c, void *user) { return (void)user, survi
 
 TEST(lost_ranks_are_survived)
 {
-    for (int t = 0; t < 2; t++)
+    for (int t = 0; t < TRANSPORTS; t++)
         for (int p = 2; p <= 5; p++)
             for (int round = 0; round < 5; round++) {
                 ENSURE(launch_surviving(transports[t], p, 20, survives, NULL) == HPML_OK);
@@ -1704,7 +1709,7 @@ static hpml_status in_parts(hpml_comm *c, void *user)
 
 TEST(parts_and_background_work_survive_a_lost_rank)
 {
-    for (int t = 0; t < 2; t++) {
+    for (int t = 0; t < TRANSPORTS; t++) {
         hpml_status status = launch_surviving(transports[t], 4, 20, in_parts, NULL);
         if (status != HPML_OK) printf("    %s\n", error);
         ENSURE(status == HPML_OK && !error[0]);

@@ -110,6 +110,9 @@ mnist --data "$tmp/few" >"$tmp/out" 2>&1
 check "too few to be both" '[ $? -eq 1 ] && says "no train-images-idx3-ubyte.*no more than 2,000 digits"'
 gzip "$tmp"/t10k/* && mnist --data "$tmp/t10k" --model linear --epochs 1 >"$tmp/out" 2>&1
 check "gzipped" 'if grep -q lz build/zlib.flags; then says " 100 training digits"; else says "is gzipped"; fi'
+one=$(hash_of env HPML_RUN=threads:3 build/02_mnist --samples 600 --epochs 1 --model mlp)
+three=$(hash_of env HPML_RUN=fork:3 build/02_mnist --samples 600 --epochs 1 --model mlp)
+check "the same bits on 3 threads and 3 processes" '[ -n "$one" ] && [ "$one" = "$three" ]'
 one=$(hash_of build/02_mnist --samples 2000 --epochs 2 --model mlp --seed 5 --threads 1)
 three=$(hash_of build/02_mnist --samples 2000 --epochs 2 --model mlp --seed 5 --threads 3)
 check "the same bits with 1 and 3 threads" '[ -n "$one" ] && [ "$one" = "$three" ]'
@@ -201,7 +204,7 @@ moved() {
     check "HPML_RUN=$1" 'says "^# $where,"'
 }
 moved serial '1 ranks, transport threads'; moved threads:3 '3 ranks, transport threads'
-moved clock:2 '2 ranks, transport clock'
+moved clock:2 '2 ranks, transport clock'; moved fork:4 '4 ranks, transport fork'
 if [ -z "$lack" ]; then
     HPML_RUN=mpi timeout 60 "$mpiexec" $mpi_options -n 2 build/05_allreduce_mpi --max 4096 --algorithm ring \
         >"$tmp/out" 2>&1

@@ -1,5 +1,6 @@
-/* Allreduce of f32, seconds by size: bench_comm threads | mpi | ring [BYTES]. Prints "case bytes seconds" for each
-   measurement; bench_comm.sh repeats, takes the best of each and writes the rows.
+/* Allreduce of f32, seconds by size: bench_comm threads | fork | mpi | ring [BYTES]. Prints "case bytes seconds" for
+   each measurement, and for messages: half of the time to and fro. bench_comm.sh repeats, takes the best of each and
+   writes the rows.
    Training: bench_comm scale MODEL BATCH (or mpiexec -n 2 bench_comm_mpi scale ...) sets 2 workers that share a batch
    against 1 worker, and against 2 that only wait for each other: what the machine allows.
    bench_comm workers MODEL BATCH sets 16 workers with such a batch each against 1 worker on one thread.
@@ -8,7 +9,7 @@
 #define HPML_IMPLEMENTATION
 #include "../../hpml_comm.h"
 
-enum { OURS, NATIVE, COPY, RING };
+enum { OURS, NATIVE, COPY, RING, MESSAGE };
 #define LARGEST ((int64_t)64 << 20)
 
 static void once(hpml_comm *c, int what, float *x, int64_t bytes)
@@ -16,6 +17,9 @@ static void once(hpml_comm *c, int what, float *x, int64_t bytes)
     static const hpml_allreduce_desc ring = { 0, HPML_RING, HPML_SUM, HPML_ELEMENT_F32, 0 };
     if (what == OURS) hpml_allreduce(c, x, bytes / 4, NULL);
     if (what == RING) hpml_allreduce(c, x, bytes / 4, &ring);
+    if (what == MESSAGE && hpml_comm_rank(c) == 0) hpml_send(c, 1, 0, x, (size_t)bytes);
+    if (what == MESSAGE && hpml_comm_rank(c) < 2) hpml_recv(c, 1 - hpml_comm_rank(c), 0, x, (size_t)bytes);
+    if (what == MESSAGE && hpml_comm_rank(c) == 1) hpml_send(c, 0, 0, x, (size_t)bytes);
     if (what == COPY) memcpy(x + LARGEST / 4, x, (size_t)bytes);
 #ifdef HPML_USE_MPI
     if (what == NATIVE) MPI_Allreduce(MPI_IN_PLACE, x, (int)(bytes / 4), MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD);
@@ -46,17 +50,20 @@ static hpml_status measure(hpml_comm *c, void *user)
 {
     float *x    = (float *)hpml_ctx_alloc(hpml_comm_ctx(c), (size_t)LARGEST * 2, NULL);
     bool   mpi  = strcmp(hpml_comm_transport(c), "mpi") == 0;
-    double t[3] = { 0 };
+    double t[4] = { 0 };
+    const char *name = hpml_comm_transport(c);
     (void)user;
     if (!x) return hpml_ctx_status(hpml_comm_ctx(c));
     hpml_comm_tune(c);
     for (int64_t bytes = 1024; bytes <= LARGEST; bytes *= 4) {
         t[0] = seconds(c, OURS, x, bytes, 6);
         t[1] = seconds(c, COPY, x, bytes, 6);
+        t[3] = seconds(c, MESSAGE, x, bytes, 6) / 2;
         if (mpi) t[2] = seconds(c, NATIVE, x, bytes, 6);
         if (hpml_comm_rank(c) > 0) continue;
-        printf("%s %lld %.9g\n", mpi ? "ours_mpi" : "ours_threads", (long long)bytes, t[0]);
-        printf("%s %lld %.9g\n", mpi ? "copy_mpi" : "copy_threads", (long long)bytes, t[1]);
+        printf("ours_%s %lld %.9g\n", name, (long long)bytes, t[0]);
+        printf("copy_%s %lld %.9g\n", name, (long long)bytes, t[1]);
+        printf("message_%s %lld %.9g\n", name, (long long)bytes, t[3]);
         if (mpi) printf("mpich %lld %.9g\n", (long long)bytes, t[2]);
     }
     return hpml_ctx_status(hpml_comm_ctx(c));
@@ -350,6 +357,7 @@ int main(int argc, char **argv)
         return 0;
     }
     if (argc > 1 && (strcmp(argv[1], "threads") == 0 || strcmp(argv[1], "scale") == 0)) d.ranks = 2;
+    else if (argc > 1 && strcmp(argv[1], "fork") == 0) d.ranks = 2, d.transport = HPML_TRANSPORT_FORK;
     else d.transport = HPML_TRANSPORT_MPI;
     if (argc > 1 && strcmp(argv[1], "scale") == 0) {
 #ifdef HPML_USE_MPI
