@@ -4939,7 +4939,7 @@ HPMLI_FN void hpmli_init_values(hpml_ctx *ctx, const hpml_tensor *t, float *w)
     case HPML_INIT_ONES: j.scale = 1; break;
     }
     j.drawn  = p->init != HPML_INIT_ZEROS && p->init != HPML_INIT_ONES;
-    if (!HPMLI_TRAINS && j.drawn) return; /* the values are 0 until they are loaded */
+    if (!HPMLI_TRAINS && j.drawn) j.scale = 0; /* no random numbers in this build: 0 until values are loaded */
     j.normal = p->init == HPML_INIT_KAIMING_NORMAL || p->init == HPML_INIT_XAVIER_NORMAL || p->init == HPML_INIT_NORMAL;
     hpmli_parallel(ctx, (j.n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_init_task, &j);
 }
@@ -5353,7 +5353,8 @@ struct hpml_graph {
     float         *grads;      /* gradients of all parameters, in order of recording, each 64-byte aligned */
     int64_t        grad_count; /* floats */
     size_t         scratch_bytes;
-    int64_t        side;        /* products have at most so many rows, columns and steps of k; 0: there are none */
+    int64_t        side;        /* products that the CPU packs have at most so many rows, columns and steps of k;
+                                   INT64_MAX: not known; 0: there are no such products */
     int            param_count; /* parameters of the context when the graph was planned */
     int           *param_last;  /* (param_count) node whose backward makes the parameter's gradient final; -1: none */
     int64_t        batch, batch_now; /* samples of a full batch; of the current batch */
@@ -22418,7 +22419,8 @@ HPMLI_KERNEL void HV(words_rows)(const hpmli_words_part *part, int64_t height, i
 }
 
 #if HV_LANES > 1
-/* Returns a vector of words of `group` bytes each, which follow each other in memory. */
+/* Loads HV_LANES groups of adjacent bytes, from p on, into a word each: 4 bytes as they are or, if `group` is 2, two
+   bytes, each widened to 16 bits. */
 HPMLI_VEC_INLINE HV(u32) HV(load_bytes)(const int group, const uint8_t *p)
 {
     HV(u32)  word;

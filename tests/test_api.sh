@@ -106,9 +106,9 @@ find examples tests/outside README.md -type f -exec cat {} + | grep -oE 'hpml_[a
 sed -nE '/^HPML_API/s/^[^(]*[ *](hpml_[a-z0-9_]+)\(.*/\1/p' hpml.h hpml_comm.h hpml_cuda.cuh | sort -u |
     grep -vE '^hpml_nccl_link_|^hpml_custom_on_host$' | comm -23 - "$tmp/shown" >"$tmp/unshown"
 check "$(wc -l <"$tmp/unshown") public functions that no example calls" "$(cat "$tmp/unshown")"
-# hpml_log_stderr, which a program can choose as its log, is the one function that prints.
+# hpml_log_stderr, which a program can choose as its log, is the one function that prints; _exit ends forked ranks.
 check "functions by which the library would end the program or print" "$(nm -u build/hpml.o build/comm.o |
-    grep -E ' (_*(abort|exit|Exit|quick_exit|assert_fail|puts|printf|vprintf|putchar|perror)(_chk)?|stdout)(@|$)')"
+    grep -E ' (_*(abort|Exit|quick_exit|assert_fail|puts|printf|vprintf|putchar|perror)(_chk)?|exit|stdout)(@|$)')"
 check "hpml_log_stderr is not the only function with stderr" "$(grep -n '[^_]stderr' hpml.h hpml_comm.h |
     grep -v 'fprintf(stderr, "%s\\n", text);')"
 awk '/^```c$/ { on = 1; n++; next } /^```$/ { on = 0 } on { print > ("'"$tmp"'/readme" n ".c") }' README.md
