@@ -2216,7 +2216,8 @@ HPMLC_FN hpml_status hpmlc_lose(hpml_comm *c, hpml_message *m, const char *why)
 HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag, char *data, size_t bytes,
                                  hpmlc_reduce_fn *reduce, hpml_message *m)
 {
-    for (const hpml_message *p = c ? c->pending : NULL; p; p = p->next) /* m itself would make a cycle of the list */
+    /* If m is still in the list of receives, to begin it again would make a cycle of the list, or cut it. */
+    for (const hpml_message *p = c ? c->pending : NULL; p; p = p->next)
         if (p == m)
             return hpmlc_fail(c, HPML_ERR_STATE, "%s %d, tag %d: the struct of the message is that of a receive from "
                               "rank %d, tag %d, which is not over; wait for it, or give each message a struct of its "
@@ -3744,7 +3745,7 @@ typedef struct __attribute__((may_alias)) hpmlc_transit {
 } hpmlc_transit;
 
 #define HPMLC_FORK_RANKS 256 /* most ranks */
-struct hpmlc_fork { /* private to each process, but for .memory */
+struct hpmlc_fork { /* private to each process, but for what .memory and .rings point to */
     struct hpmlc_fork_memory *memory; /* shared: see >>launch-fork */
     char            *rings;   /* (ranks, ranks) shared: hpmlc_fork_ring and its bytes; row: the sender */
     size_t           ring;    /* bytes of each ring, a power of 2 */
@@ -3786,7 +3787,8 @@ HPMLC_FN void hpmlc_transit_list(hpml_message **at, const hpml_message *m, hpml_
     *at = more;
 }
 
-/* Returns the first message from m on, in a list, with the part and tag of `other`, not begun, `complete` or not. */
+/* Returns the first message of the list from m on that has the part and tag of `other`, is not begun, and whose
+   .complete equals `complete`; NULL: there is none. */
 HPMLC_FN hpml_message *hpmlc_transit_match(hpml_message *m, hpml_message *other, bool complete)
 {
     for (; m; m = hpmlc_transit_of(m)->next) {
@@ -3913,8 +3915,9 @@ HPMLC_FN void hpmlc_fork_move(hpml_world *w)
     }
 }
 
-/* Lists m if it is not, moves bytes and, if m is complete, ends m. Only the thread that uses c ends messages of c,
-   though another thread of this process may move their bytes. */
+/* Puts m into its channel's list, if it is in none, moves bytes of all messages in flight and, if those of m are then
+   complete, ends m (sets m->done). Only the thread that uses c ends messages of c, though another thread of this
+   process may move their bytes. */
 HPMLC_FN void hpmlc_fork_advance(hpml_comm *c, hpml_message *m)
 {
     hpml_world    *w  = hpmlc_world_of(c);
@@ -7507,7 +7510,7 @@ typedef enum hpmlc_exchange_mode {
     HPMLC_ANYWHERE,      /* on the host, each tensor where the caller has its array */
     HPMLC_PADDED,        /* on the host, in the trainer's array, each padded to HPML_GRADIENT_ALIGN floats */
     HPMLC_PADDED_LINKED, /* in the trainer's array on a device, and moved by the communicator's device link */
-    HPMLC_LINKED,        /* on a device, each tensor where the caller has its array, and moved by that link */
+    HPMLC_LINKED,        /* on a device, each tensor where the caller has its array; moved by the device link, too */
     HPMLC_NODE_SHARE     /* on the host: this rank's share of the sums of its node's gradients */
 } hpmlc_exchange_mode;
 
@@ -18467,7 +18470,7 @@ typedef struct hpmlc_play {
     hpmlc_layouts *layouts;
     hpmlc_moments *moments;         /* states of the play, for later plays to begin with; NULL: none are kept */
     int64_t        sent, due;       /* messages sent until now; the state is kept again when .sent is so large */
-    bool           posted_any;      /* true: a background has had a job */
+    bool           posted_any;      /* true: a rank has posted a job to its background; only the end is kept now */
 } hpmlc_play;
 
 HPMLC_FN hpmlc_play *hpmlc_play_of(hpmlc_sim *s) { return (hpmlc_play *)(void *)s; } /* .net is the first member */
@@ -18637,8 +18640,9 @@ HPMLC_FN bool hpmlc_collect_move(hpmlc_play *y, int a, const hpmlc_act *act)
     return true;
 }
 
-/* Adds `seconds`, for which own thread a has waited in the act, to the act's term and, unless this is the idle time of
-   the pipeline, to a's waits for links between nodes (far: true) or within one. Steps before y->from do not count. */
+/* Adds `seconds`, which actor a, a rank's own thread (not its background), has waited in `act`, to .term[act->term] of
+   the actor and, unless the term is HPML_TERM_BUBBLE, to .link[far]: waits for links between nodes (far: true) or
+   within one. Steps before y->from do not count. */
 HPMLC_FN void hpmlc_actor_waited(hpmlc_play *y, int a, const hpmlc_act *act, double seconds, bool far)
 {
     hpmlc_actor *actor = &y->actor[a];
@@ -19706,8 +19710,10 @@ HPMLC_FN void hpmlc_acts_choose(const hpmlc_play *y, hpmlc_acts *acts)
     }
 }
 
-typedef struct hpmlc_moment { /* a play before a message is sent; .net.state, then .letter follow the struct */
-    bool      last;    /* true: the play is over */
+/* The state of a play before a message is sent or, if .last, at its end. The arrays .net.state and .net.letter follow
+   the struct in memory, in this order. */
+typedef struct hpmlc_moment {
+    bool      last;    /* true: the state at the end of the play */
     int64_t   sent;    /* messages sent until then */
     hpmlc_sim net;
 } hpmlc_moment;

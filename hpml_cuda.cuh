@@ -5138,7 +5138,7 @@ HPMLG_DEVICE void hpmlg_attn_softmax(const hpmlg_attn &p, float (&s)[M][N][4], f
         float minus = top == -INFINITY ? 0 : -top;
         HPMLG_UNROLL for (int j = 0; j < 2 * N; j++) {
             float &v = s[i / 2][j / 2][i % 2 * 2 + j % 2];
-            v = hpmlg_exp2(v * base2 + minus); /* one fused multiply-add: the score is scaled here and nowhere else */
+            v = hpmlg_exp2(v * base2 + minus); /* one fused multiply-add scales v and subtracts the maximum */
             add += v;
         }
         float k = top == -INFINITY ? 1 : hpmlg_exp2(most[i / 2][i % 2] - top);
