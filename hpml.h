@@ -3243,16 +3243,18 @@ HPMLI_FN bool hpmli_gemm_reserve(hpml_ctx *ctx, int64_t side, int64_t more)
     side = hpmli_max(side, ctx->gemm_side);
     const int64_t floats = hpmli_gemm_packing(ctx, side) + more, spare = hpmli_max(ctx->gemm_floats - floats, 0);
     const size_t  bytes = hpmli_gemm_bytes(ctx, side, more);
+    const bool    enough = ctx->gemm_ws && ctx->gemm_floats >= floats &&
+                           ctx->gemm_taken >= bytes + (size_t)(ctx->threads * spare) * sizeof(float);
+    if (bytes > 0 && !enough) {
+        float *memory = (float *)hpmli_alloc(ctx, bytes); /* not zeroed */
+        if (!memory) return false; /* the old memory remains, for the products for which it is enough */
+        hpmli_free(ctx, ctx->gemm_ws);
+        ctx->gemm_ws     = memory;
+        ctx->gemm_floats = floats;
+        ctx->gemm_taken  = bytes;
+    }
     ctx->gemm_side = side;
-    if (bytes == 0) return true;
-    if (ctx->gemm_ws && ctx->gemm_floats >= floats &&
-        ctx->gemm_taken >= bytes + (size_t)(ctx->threads * spare) * sizeof(float))
-        return true;
-    hpmli_free(ctx, ctx->gemm_ws);
-    ctx->gemm_ws     = (float *)hpmli_alloc(ctx, bytes); /* not zeroed */
-    ctx->gemm_floats = floats;
-    ctx->gemm_taken  = bytes;
-    return ctx->gemm_ws != NULL;
+    return true;
 }
 
 /* Returns the working memory of a thread; for thread number ctx->threads, the array for partial sums. */
@@ -5854,10 +5856,11 @@ HPMLI_FN void hpmli_plan_roots(const hpmli_plan *pl)
 // >>plan-grads   where the gradients of a plan stand, and when they are needed
 // ---------------------------------------------------------------------------------------------------------------------
 /* The gradient of a reshape is in the memory of its source's gradient; nothing is copied. For a sum y = a + b both
-   gradients equal dy. dy is in the memory of da if no other node has added to da before the sum's backward pass, that
-   is if the sum is the last node that reads a: what other readers of a contribute is added afterwards. db is in the
-   same memory if only the sum reads b, and b's own backward pass, which reads db, is over before other readers of a add
-   to da. So the gradients of all sums of a chain of residual blocks x = x + f(x) are one array. */
+   gradients equal dy. dy is in the memory of da if no other node has added to da before the sum's backward pass,
+   that is if the sum is the last node that reads a: what other readers of a contribute is added afterwards. db is in
+   the same memory if only the sum reads b, and b's own backward pass, which reads db, is over before other readers
+   of a add to da, and before that of the op which made a, which may overwrite da. So the gradients of all sums of a
+   chain of residual blocks x = x + f(x) are one array. */
 
 /* Notes that node number `reader` reads a tensor whose gradient is in the memory of u's. */
 HPMLI_FN void hpmli_use_read(hpmli_use *u, int reader)
@@ -5897,7 +5900,8 @@ HPMLI_FN bool hpmli_sum_shares(const hpmli_plan *pl, const hpml_node *n, int s, 
     if (!fits || other->out->dtype != y->dtype || other->out->batch_rows != y->batch_rows) return false;
     return hpml_tensor_count(other->out) == hpml_tensor_count(y) && other->state->grad_root == other->out &&
            !u->grad_shared && !u->grad_written && u->reader == n->state->order && u->reader_before < 0 &&
-           r->reader_before < other->state->order;
+           r->reader_before < other->state->order &&
+           x->state->grad_root->node->state->order < other->state->order;
 }
 
 /* Chooses, for each node of the part, grad_root, the tensor that owns the memory of its result's gradient, and sets
@@ -6155,6 +6159,8 @@ HPMLI_FN void hpmli_graph_sum(hpml_graph *g)
     g->side        = 0;
     for (int i = 0; i < g->count; i++)
         if (hpmli_packs(g->nodes[i])) g->side = hpmli_max(g->side, hpmli_product_side(g->nodes[i]));
+    for (int i = 0; i < g->count && g->side > 0; i++) /* functions of the user may compute products of any size */
+        if (g->nodes[i]->op == HPML_OP_CUSTOM) g->side = INT64_MAX;
     m->products    = g->side > 0 ? hpmli_gemm_bytes(g->ctx, hpmli_max(g->side, g->ctx->gemm_side), 0) : 0;
     for (const hpmli_list *p = g->parts; p < g->parts + g->part_count; p++)
         for (int i = p->from; i < p->to; i++) {

@@ -761,6 +761,58 @@ TEST(gradients_of_sums_share_memory)
     ENSURE(saved > 0);
 }
 
+/* Returns the largest error of the gradients of a + b, where b is a linear layer, recorded first or last, and a has an
+   activation, whose backward pass overwrites the gradient of its result. */
+static double sum_error(bool b_first, bool deep)
+{
+    hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 3 });
+    hpml_tensor *x = hpml_input_2d(ctx, 8, 6), *a = x, *b = b_first ? hpml_linear(x, 5, NULL) : NULL;
+    if (deep) a = hpml_linear(a, 7, &(hpml_linear_desc){ .activation = HPML_ACT_GELU });
+    a = hpml_linear(a, 5, &(hpml_linear_desc){ .activation = HPML_ACT_TANH });
+    if (!b) b = hpml_linear(x, 5, NULL);
+    hpml_tensor *target = hpml_input_2d(ctx, 8, 3);
+    hpml_graph  *g      = hpml_graph_create(ctx, &(hpml_graph_desc){
+        .loss = hpml_mse(hpml_linear(hpml_add(a, b), 3, NULL), target) });
+    hpml_graph_alloc(g);
+    for (int i = 0; i < 48; i++) x->data[i] = (float)(i * 37 % 23 - 11) / 11;
+    double error = hpml_check_grad(g, 0, 50);
+    hpml_ctx_free(ctx);
+    return error;
+}
+
+TEST(the_gradient_of_a_sum_is_read_before_it_is_overwritten)
+{
+    for (int i = 0; i < 4; i++) {
+        double error = sum_error(i & 1, i >> 1);
+        ENSURE(error >= 0 && error < 1e-3);
+    }
+}
+
+/* A product too large for the memory that is left is an error; smaller ones go on in the memory that they have. */
+TEST(products_that_fit_go_on_after_one_that_did_not)
+{
+    enum { SMALL = 8, LARGE = 600 };
+    meter         m   = { .fail_at = 0 };
+    hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1, .allocator = { meter_alloc, meter_free, &m } });
+    hpml_tensor  *x = hpml_input_2d(ctx, SMALL, SMALL), *y = hpml_linear(x, SMALL, NULL);
+    hpml_graph   *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .output_count = 1, .outputs = &y });
+    static float  a[LARGE * LARGE], c[LARGE * LARGE];
+    float         before[SMALL * SMALL], after[SMALL * SMALL];
+    ENSURE(hpml_graph_alloc(g) == HPML_OK);
+    for (int i = 0; i < SMALL * SMALL; i++) x->data[i] = (float)(i % 7);
+    ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK);
+    hpml_tensor_get(y, before, SMALL * SMALL);
+    m.fail_at = m.calls + 1;
+    ENSURE(hpml_sgemm(ctx, false, false, LARGE, LARGE, LARGE, 1, a, LARGE, a, LARGE, 0, c, LARGE) == HPML_ERR_MEMORY);
+    hpml_ctx_clear_error(ctx);
+    for (int i = 0; i < SMALL * SMALL; i++) x->data[i] *= 2;
+    ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && hpml_ctx_status(ctx) == HPML_OK);
+    hpml_tensor_get(y, after, SMALL * SMALL);
+    for (int i = 0; i < SMALL * SMALL; i++) ENSURE_NEAR(after[i], 2 * before[i], 1e-5);
+    hpml_ctx_free(ctx);
+    ENSURE(m.live == 0);
+}
+
 /* In a chain of residual blocks x = x + f(x) no sum's gradients take memory of their own. */
 TEST(the_gradients_of_a_residual_stream_are_one_array)
 {
