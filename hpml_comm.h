@@ -247,7 +247,9 @@ typedef enum hpml_transport_kind {
     HPML_TRANSPORT_MPI     = 1, /* ranks are processes that mpiexec started; needs HPML_USE_MPI and mpicc */
     HPML_TRANSPORT_CLOCK   = 2, /* threads in virtual time: the one whose clock is behind runs; all runs are equal */
     HPML_TRANSPORT_FORK    = 3  /* ranks are processes that hpml_launch forks; messages are copied through memory that
-                                   they share: 16 MiB for 8 to 64 ranks, less for fewer, 256 MiB for 256, the most */
+                                   they share: at most 17 MiB for up to 64 ranks, 264 MiB for 256, the most. A
+                                   send waits for its receive when about 500 (more than 8 ranks: down to 8)
+                                   small messages to the same rank wait for theirs */
 } hpml_transport_kind;
 
 /* A link: bytes arrive after latency + bytes / bandwidth, one message after another. Zero: the link takes no time. */
@@ -359,8 +361,9 @@ typedef struct hpml_message_log {
    threads; the other ranks are children of this process, and what they store is lost with them. Launch before you
    start threads or create contexts with threads, because a child has only the thread that forked it. A child that is
    killed or calls exit fails its rank, with the signal or exit code in the error; one that has not ended within the
-   deadline of waits (.timeout) after the first failure is killed. Children end with this process (without Linux: at
-   their next wait), and run no functions of atexit. */
+   deadline of waits (.timeout) after the first failure is killed; with .survive, a lost rank is no such failure, but
+   .time_limit is. Children end with this process (without Linux: at their next wait); only those that call exit run
+   functions of atexit. Children call .ctx.log in their own process. */
 typedef struct hpml_launch_desc {
     uint32_t            _begin;
     const char         *run;       /* transport and ranks in words: "serial", "threads:4", "fork:4", "clock:4", "mpi:4";
@@ -377,7 +380,8 @@ typedef struct hpml_launch_desc {
     double              time_limit; /* real seconds after which all waits and sends, and with CLOCK computations, end
                                        with HPML_ERR_TIMEOUT, in an error that lists which rank waits for which, in
                                        which operation (FORK: its own wait); 0: none. A rank that ignores errors, or
-                                       calls no function of the library, cannot be ended, but by FORK. Not for MPI */
+                                       calls no function of the library, cannot be ended, but FORK kills its process
+                                       (not that of rank 0) when .timeout has passed as well. Not for MPI */
     hpml_counters      *counters;  /* (ranks) gets what each rank has sent and received by its end, with parts and
                                       background, read without a message; MPI: (1) of this process's rank. NULL: no */
     hpml_message_log   *log;       /* gets all ranks' messages; MPI: those that this process received. NULL: no log */
@@ -3751,7 +3755,7 @@ struct hpmlc_fork { /* private to each process, but for what .memory and .rings 
     size_t           ring;    /* bytes of each ring, a power of 2 */
     size_t           bytes;   /* bytes of all that is shared */
     int              self;    /* rank of this process */
-    int              moves;   /* number of pieces that this process has written or taken */
+    unsigned         moves;   /* number of pieces that this process has written or taken */
     int              pid[HPMLC_FORK_RANKS]; /* process ids, of rank 0 as well; 0: it has ended */
     pthread_mutex_t  lock;    /* of .moves and .channel */
     hpmlc_channel    channel[HPMLC_FORK_RANKS];
@@ -4001,9 +4005,12 @@ HPMLC_FN void hpmlc_fork_block(hpml_comm *c, hpml_message *const *m, int count, 
         __atomic_store_n(&hpmlc_fork_ring_of(w, i, f->self)->is_awaited, f->channel[i].receives != NULL,
                          __ATOMIC_SEQ_CST);
     __atomic_add_fetch(&self->sleepers, 1, __ATOMIC_SEQ_CST);
-    const int seen = __atomic_load_n(&self->changes, __ATOMIC_SEQ_CST), moves = f->moves;
+    const int      seen  = __atomic_load_n(&self->changes, __ATOMIC_SEQ_CST);
+    const unsigned moves = f->moves;
     hpmlc_fork_move(w);
-    const bool moved = f->moves != moves;
+    bool moved = f->moves != moves;
+    for (int i = first; i < count && !moved; i++) /* another thread may have completed m[i] before the lock */
+        moved = m[i] && !m[i]->done && hpmlc_transit_of(m[i])->complete;
     pthread_mutex_unlock(&f->lock);
     const double seconds = fmin(fmax(until - hpml_now(), 0), 20e-3);
 #ifdef SYS_futex
@@ -5930,7 +5937,7 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
    them. A process that ends before its rank's function has returned fails the world in that rank's name. */
 #if (defined(__unix__) || defined(__APPLE__)) && !defined(HPML_NO_THREADS)
 
-struct hpmlc_fork_memory { /* shared; all zero at first; pages that are never used take no memory */
+struct hpmlc_fork_memory { /* shared; all zero at first */
     bool             left[HPMLC_FORK_RANKS]; /* hpml_world.left, as are these: */
     hpmlc_loss       lost[HPMLC_FORK_RANKS];
     double           busy[HPMLC_FORK_RANKS];
@@ -6022,11 +6029,13 @@ HPMLC_FN void hpmlc_fork_ended(hpml_world *w, int rank, int how)
 {
     hpmlc_start *s = &w->fork->memory->start[rank];
     const bool   killed = how >= 0 && WIFSIGNALED(how);
-    char         text[100];
+    char         text[128];
     w->fork->pid[rank] = 0;
     if (__atomic_load_n(&s->ended, __ATOMIC_ACQUIRE)) return;
     if (killed) snprintf(text, sizeof text, "its process was killed by signal %d", WTERMSIG(how));
-    else snprintf(text, sizeof text, "its process ended early, with exit code %d", how < 0 ? how : WEXITSTATUS(how));
+    else if (how >= 0) snprintf(text, sizeof text, "its process ended early, with exit code %d", WEXITSTATUS(how));
+    else snprintf(text, sizeof text, "its process ended early; how is not known: SIGCHLD is ignored, or another wait "
+                  "took its status");
     s->status = hpmlc_world_failed(w) ? HPML_ERR_PEER : HPML_ERR_COMM; /* PEER: not the cause of the failure */
     hpmlc_start_error(s, rank, text);
     if (s->d->survive) hpmlc_world_lose(w, rank, 0, text);

@@ -235,9 +235,9 @@ for f in "$tmp"/example*.cu; do
 done
 # What the kernels' machine code may take (build/log/kernels/kernels.txt); compiling for it takes minutes. First a
 # kernel that breaks a rule.
-mkdir -p "$tmp/table/build" "$tmp/table/tests"
-cp build/nvcc.found "$tmp/table/build"
-cat >"$tmp/table/tests/cuda_body.cu" <<'CU'
+mkdir -p "$tmp/kernel-table/build" "$tmp/kernel-table/tests"
+cp build/nvcc.found "$tmp/kernel-table/build"
+cat >"$tmp/kernel-table/tests/cuda_body.cu" <<'CU'
 static __global__ void __launch_bounds__(1024, 2) many_values(float *x)
 {
     float a[80];
@@ -247,7 +247,7 @@ static __global__ void __launch_bounds__(1024, 2) many_values(float *x)
 }
 void run(float *x) { many_values<<<1, 128>>>(x); }
 CU
-(cd "$tmp/table" && sh "$OLDPWD/tests/kernel_table.sh" table) >"$tmp/err" 2>&1
+(cd "$tmp/kernel-table" && sh "$OLDPWD/tests/kernel_table.sh" table) >"$tmp/err" 2>&1
 code=$?
 if [ $code -eq 1 ] && grep -q '^spills: 32 1024 [1-9][0-9][0-9] .* many_values' "$tmp/err"
 then ok; else bad 'the table of kernels names one that spills'; fi
