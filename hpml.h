@@ -1486,7 +1486,8 @@ typedef struct hpml_metrics {
     bool     want_auc;  /* in: true: computes auc, for which 8 bytes for each output are kept until the end */
     double   auc;       /* BCE with want_auc: area under the ROC curve: of all pairs of an output whose target is above
                            1/2 and one whose target is not, the part in which the first output is larger; equal outputs
-                           count 1/2. Each rank computes it from all data. -1: no such pair, other loss, not wanted */
+                           count 1/2. Each rank computes it from all data. -1: no such pair, other loss, not wanted.
+                           NaN: an output is NaN, which only .no_finite_check allows */
 } hpml_metrics;
 
 /* The results of an epoch, or of the part of an epoch that a call of fit trained on. */
@@ -14913,6 +14914,7 @@ HPMLI_FN void hpmli_tally_read(const hpmli_tally *s, hpml_loss loss, hpml_metric
 typedef struct hpmli_scores {
     uint64_t *key;             /* (count) */
     int64_t   count, capacity;
+    bool      has_nan;         /* true: an output is NaN, which has no place in an order */
 } hpmli_scores;
 
 HPMLI_FN bool hpmli_scores_add(hpml_ctx *ctx, hpmli_scores *s, const float *y, const float *target, int64_t n)
@@ -14922,6 +14924,7 @@ HPMLI_FN bool hpmli_scores_add(hpml_ctx *ctx, hpmli_scores *s, const float *y, c
         uint32_t    bits;
         memcpy(&bits, &y0, sizeof bits);
         bits = bits >> 31 ? ~bits : bits | UINT32_C(1) << 31;
+        s->has_nan = s->has_nan || y0 != y0;
         if (!hpmli_grow(ctx, &s->key, s->count, &s->capacity, sizeof *s->key)) return false;
         s->key[s->count++] = (uint64_t)bits << 1 | (target[i] > 0.5f);
     }
@@ -14949,7 +14952,7 @@ HPMLI_FN double hpmli_scores_area(hpmli_scores *s)
         below += group[0];
         above += group[1];
     }
-    return hpmli_part_of(pairs, below * above);
+    return s->has_nan ? (double)NAN : hpmli_part_of(pairs, below * above);
 }
 
 /* Adds n outputs y and their targets to the sums, for losses whose targets are numbers. */

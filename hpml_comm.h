@@ -3757,6 +3757,7 @@ struct hpmlc_fork { /* private to each process, but for what .memory and .rings 
     int              self;    /* rank of this process */
     unsigned         moves;   /* number of pieces that this process has written or taken */
     int              pid[HPMLC_FORK_RANKS]; /* process ids, of rank 0 as well; 0: it has ended */
+    bool             killed[HPMLC_FORK_RANKS]; /* true: killed by hpmlc_fork_watch */
     pthread_mutex_t  lock;    /* of .moves and .channel */
     hpmlc_channel    channel[HPMLC_FORK_RANKS];
 };
@@ -6028,15 +6029,20 @@ HPMLC_FN void hpmlc_fork_child(hpml_world *w, int rank)
 HPMLC_FN void hpmlc_fork_ended(hpml_world *w, int rank, int how)
 {
     hpmlc_start *s = &w->fork->memory->start[rank];
-    const bool   killed = how >= 0 && WIFSIGNALED(how);
+    const int    failed = hpmlc_world_failed(w);
     char         text[128];
     w->fork->pid[rank] = 0;
     if (__atomic_load_n(&s->ended, __ATOMIC_ACQUIRE)) return;
-    if (killed) snprintf(text, sizeof text, "its process was killed by signal %d", WTERMSIG(how));
+    if (w->fork->killed[rank])
+        snprintf(text, sizeof text, "its process was killed, because it did not end within the deadline of waits after "
+                 "the first failure");
+    else if (how >= 0 && WIFSIGNALED(how))
+        snprintf(text, sizeof text, "its process was killed by signal %d", WTERMSIG(how));
     else if (how >= 0) snprintf(text, sizeof text, "its process ended early, with exit code %d", WEXITSTATUS(how));
     else snprintf(text, sizeof text, "its process ended early; how is not known: SIGCHLD is ignored, or another wait "
                   "took its status");
-    s->status = hpmlc_world_failed(w) ? HPML_ERR_PEER : HPML_ERR_COMM; /* PEER: not the cause of the failure */
+    s->status = failed ? HPML_ERR_PEER : HPML_ERR_COMM; /* PEER: not the cause of the failure */
+    if (failed > w->ranks) s->status = w->fault->failure;
     hpmlc_start_error(s, rank, text);
     if (s->d->survive) hpmlc_world_lose(w, rank, 0, text);
     else hpmlc_world_fail(w, rank, text);
@@ -6056,7 +6062,10 @@ HPMLC_FN void hpmlc_fork_watch(hpml_world *w, const hpml_launch_desc *d)
             const int ended = f->pid[i] > 0 ? (int)waitpid(f->pid[i], &how, WNOHANG) : 0;
             if (ended > 0 || (ended < 0 && errno != EINTR)) hpmlc_fork_ended(w, i, how);
             running += f->pid[i] > 0;
-            if (f->pid[i] > 0 && now > patience) kill(f->pid[i], SIGKILL);
+            if (f->pid[i] > 0 && now > patience) {
+                f->killed[i] = true;
+                kill(f->pid[i], SIGKILL);
+            }
         }
         now = hpml_now();
         if (d->time_limit > 0 && now > began + d->time_limit) hpmlc_world_expire(w, d->time_limit);

@@ -57,6 +57,26 @@ TEST(a_step_does_not_allocate)
     hpml_ctx_free(ctx);
 }
 
+static hpml_status copy_and_multiply(const hpml_run *r, hpml_node *n) /* copies, and multiplies by itself */
+{
+    static float a[300 * 300], c[300 * 300];
+    memcpy(n->out->data, n->src[0]->data, (size_t)hpml_tensor_count(n->out) * sizeof *a);
+    return hpml_sgemm(r->ctx, false, false, 300, 300, 300, 1, a, 300, a, 300, 0, c, 300);
+}
+
+/* An op of the user computes larger products than the layers of its model. */
+TEST(a_step_with_products_of_the_user_does_not_allocate)
+{
+    const hpml_custom own = { .name = "multiplies", .forward = copy_and_multiply };
+    hpml_ctx    *ctx = hpml_ctx_create(NULL);
+    hpml_tensor *h   = hpml_linear(hpml_input_2d(ctx, 8, 6), 16, NULL), *y = hpml_custom_op(&h, 1, &own);
+    hpml_graph  *g   = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
+    ENSURE(hpml_graph_alloc(g) == HPML_OK);
+    size_t before = hpml_ctx_allocations(ctx);
+    ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && hpml_ctx_allocations(ctx) == before);
+    hpml_ctx_free(ctx);
+}
+
 /* Working memory of products is taken with the memory of the first graph that multiplies matrices, or at the first
    product of plain arrays. */
 TEST(a_context_without_products_is_small)
