@@ -258,7 +258,7 @@ TEST(a_rank_that_hangs_is_named_and_killed)
     ENSURE(named);
 }
 
-/* Nobody waits for the rank that hangs; so only the launch ends it, when the time limit and a deadline have passed. */
+/* No rank waits for the one that hangs; so only the launch ends it, when the time limit and a deadline have passed. */
 static hpml_status hangs_alone(hpml_comm *c, void *user)
 {
     (void)user;
@@ -266,7 +266,7 @@ static hpml_status hangs_alone(hpml_comm *c, void *user)
     return HPML_OK;
 }
 
-TEST(a_rank_that_nobody_waits_for_is_killed_after_the_time_limit)
+TEST(a_rank_without_peers_that_wait_is_killed_after_the_time_limit)
 {
     hpml_launch_desc d = desc_of(2, 0.2);
     d.time_limit = 0.2;
