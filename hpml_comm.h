@@ -361,9 +361,10 @@ typedef struct hpml_message_log {
    threads; the other ranks are children of this process, and what they store is lost with them. Launch before you
    start threads or create contexts with threads, because a child has only the thread that forked it. A child that is
    killed or calls exit fails its rank, with the signal or exit code in the error; one that has not ended within the
-   deadline of waits (.timeout) after the first failure is killed; with .survive, a lost rank is no such failure, but
-   .time_limit is. Children end with this process (without Linux: at their next wait); only those that call exit run
-   functions of atexit. Children call .ctx.log in their own process. */
+   deadline of waits (.timeout) after the first failure is killed; with .survive the loss of a rank is no such
+   failure, only the end of .time_limit is. Children end with this process (without Linux: at their next wait); only those that call exit run
+   functions of atexit. Children call .ctx.log in their own process; this process calls it for
+   those that end early. */
 typedef struct hpml_launch_desc {
     uint32_t            _begin;
     const char         *run;       /* transport and ranks in words: "serial", "threads:4", "fork:4", "clock:4", "mpi:4";
@@ -6044,6 +6045,7 @@ HPMLC_FN void hpmlc_fork_ended(hpml_world *w, int rank, int how)
     s->status = failed ? HPML_ERR_PEER : HPML_ERR_COMM; /* PEER: not the cause of the failure */
     if (failed > w->ranks) s->status = w->fault->failure;
     hpmlc_start_error(s, rank, text);
+    if (s->d->ctx.log) s->d->ctx.log(s->status, s->error, s->d->ctx.log_user);
     if (s->d->survive) hpmlc_world_lose(w, rank, 0, text);
     else hpmlc_world_fail(w, rank, text);
 }
@@ -19742,7 +19744,7 @@ struct hpmlc_moments {
     int64_t       every; /* messages from one state to the next */
 };
 
-typedef struct hpmlc_kept { /* what is left of a play */
+typedef struct hpmlc_kept { /* a play that is over: its states and programs, with which later plays can begin */
     hpmlc_moments moments;
     hpmlc_role   *role;  /* (roles) its programs; NULL: this place is free */
     int           roles, unit, size[HPML_AXES];

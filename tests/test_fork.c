@@ -235,12 +235,20 @@ TEST(a_killed_rank_is_named_at_once)
     }
 }
 
+static void keep_log(hpml_status status, const char *text, void *user) /* its peers fail with HPML_ERR_PEER */
+{
+    if (status == HPML_ERR_COMM) snprintf((char *)user, 200, "%s", text);
+}
+
 TEST(a_rank_that_calls_exit_is_named)
 {
+    char             log[200] = "";
     hpml_launch_desc d = desc_of(3, 20);
     fate             f = { 2, 1, 1000 };
+    d.ctx.log = keep_log, d.ctx.log_user = log;
     ENSURE(launch(&d, doomed, &f) == HPML_ERR_COMM);
     ENSURE(strstr(error, "rank 2: its process ended early, with exit code 3"));
+    ENSURE(strstr(log, "exit code 3"));
     ENSURE(each_names(3, 2, "exit code 3") && nothing_is_left());
 }
 
