@@ -362,9 +362,9 @@ typedef struct hpml_message_log {
    start threads or create contexts with threads, because a child has only the thread that forked it. A child that is
    killed or calls exit fails its rank, with the signal or exit code in the error; one that has not ended within the
    deadline of waits (.timeout) after the first failure is killed; with .survive the loss of a rank is no such
-   failure, only the end of .time_limit is. Children end with this process (without Linux: at their next wait); only those that call exit run
-   functions of atexit. Children call .ctx.log in their own process; this process calls it for
-   those that end early. */
+   failure, only the end of .time_limit is. Children end with this process (without Linux: at their next wait); only
+   those that call exit run functions of atexit. Children call .ctx.log in their own process; this process calls it
+   for those that end early. */
 typedef struct hpml_launch_desc {
     uint32_t            _begin;
     const char         *run;       /* transport and ranks in words: "serial", "threads:4", "fork:4", "clock:4", "mpi:4";
