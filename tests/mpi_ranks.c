@@ -99,6 +99,20 @@ static hpml_status hangs_after_a_wait(hpml_comm *c, void *user)
     return hpml_ctx_status(hpml_comm_ctx(c));
 }
 
+/* Rank 1 announces 4.1 s of work, for which messages announce at most 4.8 s, and hangs. */
+static hpml_status hangs_while_busy(hpml_comm *c, void *user)
+{
+    double start;
+    (void)user;
+    hpml_barrier(c);
+    start = hpml_now();
+    if (hpml_comm_rank(c) == 1) hpml_comm_busy(c, 4.1), sleep(12);
+    hpml_barrier(c);
+    printf("waited %s\n", hpml_now() - start < 4.1 ? "too briefly" : hpml_now() - start < 7 ? "5 seconds" : "too long");
+    fflush(stdout);
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
 /* The part lives longer than the communicator that it was split from. */
 static hpml_status part_outlives(void)
 {
@@ -543,6 +557,7 @@ int main(int argc, char **argv)
     if (strcmp(what, "works_beside") == 0) return launch(works_beside, 0, false, 0.5);
     if (strcmp(what, "works_to_end") == 0) return launch(works_to_end, 0, false, 0.3);
     if (strcmp(what, "hangs_after_a_wait") == 0) return launch(hangs_after_a_wait, 0, false, 1);
+    if (strcmp(what, "hangs_while_busy") == 0) return launch(hangs_while_busy, 0, false, 0.5);
     if (strcmp(what, "part_outlives") == 0) return part_outlives();
     if (strcmp(what, "stays") == 0) return launch(stays, 0, false, 1);
     if (strcmp(what, "late") == 0) return late();
