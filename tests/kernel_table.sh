@@ -6,7 +6,9 @@
 #   spills      at most 100 bytes
 #   tensor      kernels that multiply halves or tf32 have tensor-core instructions
 #   local       no access to local memory within a loop
-found=$(cat build/nvcc.found) arch=${CUDA_ARCH:-sm_90} folder=$1
+found=$(cat build/nvcc.found)
+[ -n "$found" ] || { echo "SKIP: nvcc was not found"; exit 77; }
+arch=${CUDA_ARCH:-sm_90} folder=$1
 nvcc=${found%% *} options= fast= dump=
 for word in $found; do
     case $word in -D* | -isystem=* | -ccbin=*) options="$options $word" ;; esac

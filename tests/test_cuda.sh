@@ -251,5 +251,4 @@ CU
 code=$?
 if [ $code -eq 1 ] && grep -q '^spills: 32 1024 [1-9][0-9][0-9] .* many_values' "$tmp/err"
 then ok; else bad 'the table of kernels names one that spills'; fi
-[ -z "$HPML_TEST_ALL" ] || try sh tests/kernel_table.sh build/log/kernels
 finish
