@@ -422,13 +422,14 @@ HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key);
 HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c); /* by node */
 
 /* Returns whether `rank` is lost; false without hpml_comm_desc.survive. With .survive a rank is lost when it has
-   failed, when it has freed its communicator (has left), or, on this rank alone, when a wait for its message has lasted
-   until the deadline. From then on sends to it end with HPML_ERR_PEER in m->status, as do receives once its earlier
-   messages have arrived; hpml_wait_any returns a message that ended so like one that has come. This rank's context and
-   its messages with other ranks are not affected. But a collective that needs a lost rank fails on this rank's context,
-   with an error that names the lost rank; so this rank has failed, and others lose it, too. In virtual time a rank is
-   lost from the time at which it failed or left. Parts and background communicators inherit .survive. MPI: a process
-   that is killed is lost at the deadline, if the launcher leaves the others alive (mpiexec -disable-auto-cleanup). */
+   failed, when it has freed its communicator (has left), or, on this rank alone, when a wait for its message has
+   lasted until the deadline and the rank itself waits for no other rank. From then on sends to it end with
+   HPML_ERR_PEER in m->status, as do receives once its earlier messages have arrived; hpml_wait_any returns a message
+   that ended so like one that has come. This rank's context and its messages with other ranks are not affected. But a
+   collective that needs a lost rank fails on this rank's context, with an error that names the lost rank; so this rank
+   has failed, and others lose it, too. In virtual time a rank is lost from the time at which it failed or left. Parts
+   and background communicators inherit .survive. MPI: a process that is killed is lost at the deadline, if the
+   launcher leaves the others alive (mpiexec -disable-auto-cleanup). */
 HPML_API bool hpml_comm_lost(const hpml_comm *c, int rank);
 
 /* Extends the deadlines of the ranks that wait for this rank, directly or through other ranks, while this rank works
@@ -2433,9 +2434,21 @@ HPMLC_FN void hpmlc_give_up(hpml_comm *c, hpml_message *const *m, int count)
     }
 }
 
+/* At the deadline of a wait for the list m, with .survive: marks as lost the peers of messages in flight, so that the
+   next tests end these messages. A peer that waits for another rank is not lost: it goes on when it loses that rank. */
+HPMLC_FN void hpmlc_lose_silent(hpml_comm *c, hpml_message *const *m, int count)
+{
+    for (int i = hpmlc_in_flight(m, count, 0); i < count; i = hpmlc_in_flight(m, count, i + 1)) {
+        const int peer = c->origin[m[i]->peer];
+        double    busy = 0;
+        if (!c->t->stuck_at || c->t->stuck_at(c, m[i], &busy) == peer) c->silent[m[i]->peer] = true;
+    }
+}
+
 /* Handles the deadline of a wait for the list m. The peer of a message may wait for another rank, and so on: where the
    last rank of such a chain is busy (hpml_comm_busy), extends the deadline, else ends the wait with an error that names
-   the last rank of the first message's chain; with .survive the peers are lost instead. Returns the new deadline. */
+   the last rank of the first message's chain; with .survive loses peers instead (hpmlc_lose_silent). Returns the new
+   deadline. */
 HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *const *m, int count)
 {
     const int    first = hpmlc_in_flight(m, count, 0), peer = c->origin[m[first]->peer];
@@ -2450,8 +2463,8 @@ HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *const *m, int 
         if (i == first) last = stuck;
         others++;
     }
-    if (c->survive && m[first]->tag <= HPML_TAG_MAX) { /* marks peers as lost: the next tests end their messages */
-        for (int i = first; i < count; i = hpmlc_in_flight(m, count, i + 1)) c->silent[m[i]->peer] = true;
+    if (c->survive && m[first]->tag <= HPML_TAG_MAX) {
+        hpmlc_lose_silent(c, m, count);
         return now + c->timeout;
     }
     if (last != peer) snprintf(chain, sizeof chain, ", which waits for rank %d,", last);
@@ -3094,9 +3107,10 @@ HPMLC_FN int hpmlc_world_awaited(hpml_world *w, hpmlc_group **group, int rank)
 }
 
 /* Follows the chain of waits that begins with rank `first` of c's world: `first` waits for a rank, that rank waits for
-   another, and so on. Returns the last rank of the chain, or `first` if that is this rank; *hops gets the number of
-   ranks before the last one, or 0 if the chain is a cycle. -1: a rank has failed. A busy rank (hpml_comm_busy) ends the
-   chain, even if its background thread waits. *busy: hpml_now() until which the last rank is, or was, busy. */
+   another, and so on. Returns the last rank of the chain, or `first` if the chain is a cycle or ends with this rank;
+   *hops gets the number of ranks before the last one, or 0 in these cases. -1: a rank has failed. A busy rank
+   (hpml_comm_busy) ends the chain, even if its background thread waits. *busy: hpml_now() until which the last rank
+   is, or was, busy. */
 HPMLC_FN int hpmlc_world_follow(hpml_comm *c, int first, int *hops, double *busy)
 {
     hpml_world  *w     = hpmlc_world_of(c);
@@ -3110,7 +3124,7 @@ HPMLC_FN int hpmlc_world_follow(hpml_comm *c, int first, int *hops, double *busy
     if (hpmlc_world_failed(w)) rank = -1; /* a rank that reports the error stops waiting, so the chain may be broken */
     pthread_mutex_unlock(&w->mutex);
     if (*hops == w->ranks || rank == c->origin[c->rank]) *hops = 0; /* a cycle of waits */
-    return rank == c->origin[c->rank] ? first : rank;
+    return *hops == 0 ? first : rank;
 }
 
 /* Returns the rank at the end of the longest chain of waits that begins with m's peer, of three looks 5 ms apart: a
@@ -4444,8 +4458,10 @@ HPMLC_FN int hpmlc_mpi_stuck_at(hpml_comm *c, const hpml_message *m, double *bus
 {
     hpmlc_shared *x  = hpmlc_mpi_of(c)->shared;
     int           at = hpmlc_mpi_chain_end(x, c->origin[m->peer], busy);
-    if (at != x->rank) return at;
-    *busy = hpmlc_mpi_busy_until(x); /* a cycle of waits: a background thread waits for ranks that wait for this rank */
+    const int     number = at < 0 ? -1 : hpmlc_mpi_valid_number(x, at);
+    const bool    waits = number >= 0 && number <= x->size; /* the last rank waits, too: a cycle without this rank */
+    if (at != x->rank && !waits) return at;
+    if (at == x->rank) *busy = hpmlc_mpi_busy_until(x); /* a background thread waits for ranks that wait for this one */
     return c->origin[m->peer];
 }
 
