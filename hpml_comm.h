@@ -2434,15 +2434,25 @@ HPMLC_FN void hpmlc_give_up(hpml_comm *c, hpml_message *const *m, int count)
     }
 }
 
-/* At the deadline of a wait for the list m, with .survive: marks as lost the peers of messages in flight, so that the
-   next tests end these messages. A peer that waits for another rank is not lost: it goes on when it loses that rank. */
-HPMLC_FN void hpmlc_lose_silent(hpml_comm *c, hpml_message *const *m, int count)
+/* Handles the deadline of a wait for the list m with .survive: marks as lost the peers of messages in flight, so that
+   the next tests end these messages; but not a peer that waits for another rank, because it goes on when it loses that
+   rank, nor one that is busy or waits for a busy rank. A wait that ends so has made this rank late: it announces that
+   it is busy, so that ranks that wait for it do not lose it. Returns the new deadline. */
+HPMLC_FN double hpmlc_lose_silent(hpml_comm *c, hpml_message *const *m, int count)
 {
+    const double now   = hpml_comm_now(c);
+    double       until = now + c->timeout;
+    bool         loses = false;
     for (int i = hpmlc_in_flight(m, count, 0); i < count; i = hpmlc_in_flight(m, count, i + 1)) {
-        const int peer = c->origin[m[i]->peer];
-        double    busy = 0;
-        if (!c->t->stuck_at || c->t->stuck_at(c, m[i], &busy) == peer) c->silent[m[i]->peer] = true;
+        const int peer  = c->origin[m[i]->peer];
+        double    busy  = 0;
+        const int stuck = c->t->stuck_at ? c->t->stuck_at(c, m[i], &busy) : peer;
+        if (stuck < 0) return now;
+        if (now < busy) until = fmin(until, busy);
+        else if (stuck == peer) c->silent[m[i]->peer] = loses = true;
     }
+    if (loses) hpml_comm_busy(c, c->timeout);
+    return until;
 }
 
 /* Handles the deadline of a wait for the list m. The peer of a message may wait for another rank, and so on: where the
@@ -2455,6 +2465,7 @@ HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *const *m, int 
     const double now   = hpml_comm_now(c);
     int       last = peer, others = -1;
     char      chain[48] = "", more[32];
+    if (c->survive && m[first]->tag <= HPML_TAG_MAX) return hpmlc_lose_silent(c, m, count);
     for (int i = first; i < count; i = hpmlc_in_flight(m, count, i + 1)) {
         double busy  = 0;
         int    stuck = c->t->stuck_at ? c->t->stuck_at(c, m[i], &busy) : peer;
@@ -2462,10 +2473,6 @@ HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *const *m, int 
         if (now < busy) return fmin(busy, now + c->timeout); /* then asks again */
         if (i == first) last = stuck;
         others++;
-    }
-    if (c->survive && m[first]->tag <= HPML_TAG_MAX) {
-        hpmlc_lose_silent(c, m, count);
-        return now + c->timeout;
     }
     if (last != peer) snprintf(chain, sizeof chain, ", which waits for rank %d,", last);
     hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s%s for rank %d%s%s in %s, round %d, step %lld; is that rank alive and "
@@ -3124,7 +3131,7 @@ HPMLC_FN int hpmlc_world_follow(hpml_comm *c, int first, int *hops, double *busy
     if (hpmlc_world_failed(w)) rank = -1; /* a rank that reports the error stops waiting, so the chain may be broken */
     pthread_mutex_unlock(&w->mutex);
     if (*hops == w->ranks || rank == c->origin[c->rank]) *hops = 0; /* a cycle of waits */
-    return *hops == 0 ? first : rank;
+    return rank >= 0 && *hops == 0 ? first : rank;
 }
 
 /* Returns the rank at the end of the longest chain of waits that begins with m's peer, of three looks 5 ms apart: a
@@ -4309,8 +4316,8 @@ HPMLC_FN void hpmlc_mpi_send_control(hpmlc_shared *x, const void *data, int byte
     }
 }
 
-/* Returns the duration, in seconds, that the message "I am busy" of number k announces: 1/256 s for k = 0, 9 % more for
-   each further number, 124 years for the last. */
+/* Returns for how many seconds the k-th message "I am busy" announces work: 1/256 s for k = 0, 9 % more for each
+   further k, 124 years for the last. */
 HPMLC_FN double hpmlc_mpi_busy_duration(int k) { return exp2(k / 8.0 - 8); }
 
 HPMLC_FN void hpmlc_mpi_send_number(hpmlc_shared *x, int number)
