@@ -1497,11 +1497,12 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
    of a pipeline and each server: compute, send, receive, take part in a collective of an axis, post or await a job of
    the background. These are the acts of hpml_distribute, so HPML_TRANSPORT_CLOCK takes the same time to the last bit if
    a layer is hpml_comm_compute and has one parameter. All ranks play their programs in virtual time by the queue, links
-   and network cards of hpml_simulate. Where ranks are equal, one unit of them (whole replicas on whole nodes) is played
-   for all, so thousands of ranks take milliseconds to seconds. (Not equal are ranks of strategy ps, and with algorithms
-   in which some ranks serve others, as where their number is no power of two: then all are played, some 0.2 us a
-   message.) hpml_simulate remains for layers whose seconds were measured, without a plan: the same moves on the same
-   cards, without the sum of the losses.
+   and network cards of hpml_simulate. On more than 64 ranks, where ranks are equal, one unit of them is played for all
+   (whole replicas on whole nodes; of axis tensor one node), so thousands of ranks take milliseconds to seconds. (Not
+   equal are ranks of strategy ps, and with algorithms in which some ranks serve others, as where their number is no
+   power of two: then all are played, some 0.1 us a message. Where messages of several axes come to a card at the same
+   time, which is first depends on the rank, and equal ranks differ: in tests by up to 8 %.) hpml_simulate remains for
+   layers whose seconds were measured, without a plan: the same moves on the same cards, without the sum of the losses.
 
    Exact on up to 64 ranks: strategy sync without codec and delayed, any data x pipe x tensor, all schedules that empty
    the pipeline, shard 0 to 3; exact sums; factors of layers without bias; strategies ps, local, block, elastic, gossip
@@ -18483,6 +18484,7 @@ typedef struct hpmlc_actor {
     bool              begun;        /* true: the collective of the current act has begun */
     bool              idle;         /* true: waits, own thread for a job's end, background for a job */
     int64_t           jobs;         /* own thread: jobs that it has posted; background: jobs that have ended */
+    int32_t           rank;         /* to which the actor belongs */
     int32_t           partner;      /* MIX by random pairs: the rank's partner in this step */
     int32_t           place[HPMLC_GROUPS]; /* the rank's position in its group of each kind */
     hpmlc_layouts    *layout[HPMLC_GROUPS];
@@ -18495,7 +18497,9 @@ typedef struct hpmlc_memo hpmlc_memo;
 typedef struct hpmlc_play {
     hpmlc_sim      net;             /* messages of actors: 2 r is the background of rank r, 2 r + 1 its own thread */
     int            ranks, workers;  /* ranks [workers, ranks) are servers */
-    int            unit;            /* ranks [0, unit) are played; the others do the same at the same times */
+    int            span, wide, narrow; /* which ranks are played for all (hpmlc_play_fold): of ranks [0, span), cut into
+                                       lists of `wide` ranks, the first `narrow` ranks of each list */
+    int            unit;            /* number of ranks that are played */
     bool           loose;           /* true: losses are added up by HPMLC_SHIFTS, in which all ranks do the same; false:
                                        by AUTO, which for small sums prefers that one rank serves all others */
     int            size[HPML_AXES], stride[HPML_AXES]; /* of each axis: ranks; step of rank numbers */
@@ -18611,17 +18615,25 @@ HPMLC_FN hpmlc_layouts *hpmlc_group_layout(hpmlc_play *y, int group, int rank)
 HPMLC_FN int hpmlc_actor_peer(const hpmlc_play *y, int a, int group, int place)
 {
     const int only = y->only[group];
-    if (only < 0) return hpmlc_group_rank(y, group, a / 2, place);
-    return a / 2 + (place - y->actor[a].place[group]) * y->stride[only];
+    if (only < 0) return hpmlc_group_rank(y, group, y->actor[a].rank, place);
+    return y->actor[a].rank + (place - y->actor[a].place[group]) * y->stride[only];
+}
+
+/* Returns the number, from 0 to y->unit - 1, of the played rank that does the same as rank `rank` at the same time. */
+HPMLC_FN int hpmlc_play_index(const hpmlc_play *y, int rank)
+{
+    if (rank >= y->span) rank %= y->span;
+    if (y->narrow == y->wide) return rank;
+    return rank / y->wide * y->narrow + rank % y->wide % y->narrow;
 }
 
 /* Sets the current move of actor a: it sends `bytes` bytes to the rank at position `to` of the group (-1: sends none),
-   and receives from the one at position `from` (-1: receives none). A rank from y->unit on, which is not played, is
-   replaced by its equal below y->unit. */
+   and receives from the one at position `from` (-1: receives none). Ranks that are not played are replaced by those
+   that are played for them. */
 HPMLC_FN void hpmlc_play_set(hpmlc_play *y, int a, int group, int to, int from, int64_t bytes, int tag)
 {
     hpmlc_sim_rank *q = &y->net.rank[a];
-    const int       mine = y->node[a / 2];
+    const int       mine = y->node[y->actor[a].rank];
     q->to    = -1;
     q->from  = -1;
     q->bytes = bytes;
@@ -18629,12 +18641,12 @@ HPMLC_FN void hpmlc_play_set(hpmlc_play *y, int a, int group, int to, int from, 
     if (to >= 0) {
         to     = hpmlc_actor_peer(y, a, group, to);
         q->far = y->node[to] != mine;
-        q->to  = (to < y->unit ? to : to % y->unit) * 2 + a % 2;
+        q->to  = hpmlc_play_index(y, to) * 2 + a % 2;
     }
     if (from < 0) return;
     from        = hpmlc_actor_peer(y, a, group, from);
     q->far_from = y->node[from] != mine;
-    q->from     = (from < y->unit ? from : from % y->unit) * 2 + a % 2;
+    q->from     = hpmlc_play_index(y, from) * 2 + a % 2;
 }
 
 /* Begins the collective of act `act`: gives actor a the phases of the collective's algorithm. Collectives from
@@ -18774,7 +18786,7 @@ HPMLC_FN bool hpmlc_play_move(hpmlc_sim *s, int a)
     const hpmlc_act *act;
     while ((act = hpmlc_actor_act(y, a)) != NULL) {
         hpmlc_actor *actor = &y->actor[a];
-        const double slow = y->network->slow ? y->network->slow[a / 2] : 1;
+        const double slow = y->network->slow ? y->network->slow[actor->rank] : 1;
         if (a % 2 == 1) hpmlc_actor_waited(y, a, act, s->waited[a], q->far_from);
         s->waited[a] = 0;
         if (actor->step < act->first) {
@@ -19774,7 +19786,7 @@ struct hpmlc_moments {
 typedef struct hpmlc_kept { /* a play that is over: its states and programs, with which later plays can begin */
     hpmlc_moments moments;
     hpmlc_role   *role;  /* (roles) its programs; NULL: this place is free */
-    int           roles, unit, size[HPML_AXES];
+    int           roles, unit, span, size[HPML_AXES];
     int64_t       used;  /* hpmlc_memo.turn when the play was kept, or a later one began with a state of it */
 } hpmlc_kept;
 
@@ -19861,7 +19873,7 @@ HPMLC_FN int hpmlc_acts_same(const hpmlc_acts *a, const hpmlc_acts *b) /* how ma
 /* Sets role.same and .all of play y by the programs of a kept play. False: its ranks are others. */
 HPMLC_FN bool hpmlc_roles_compare(hpmlc_play *y, const hpmlc_kept *kept)
 {
-    if (!kept->role || kept->roles != y->roles || kept->unit != y->unit ||
+    if (!kept->role || kept->roles != y->roles || kept->unit != y->unit || kept->span != y->span ||
         memcmp(kept->size, y->size, sizeof y->size) != 0)
         return false;
     for (int i = 0; i < y->roles; i++) {
@@ -19881,8 +19893,8 @@ HPMLC_FN bool hpmlc_moment_fits(const hpmlc_play *y, const hpmlc_moment *m)
 {
     const hpmlc_actor *actor = hpmlc_moment_actors(y, m);
     for (int r = 0; r < y->unit; r++) {
-        const hpmlc_role  *role = hpmlc_play_role(y, r);
         const hpmlc_actor *own = &actor[2 * r + 1];
+        const hpmlc_role  *role = hpmlc_play_role(y, own->rank);
         if (!role->all && (m->last || own->step > 0 || own->at >= role->same)) return false;
     }
     return true;
@@ -19939,6 +19951,7 @@ HPMLC_FN void hpmlc_memo_keep(hpmlc_memo *memo, hpmlc_play *y)
     place->role    = y->role;
     place->roles   = y->roles;
     place->unit    = y->unit;
+    place->span    = y->span;
     place->used    = memo->turn;
     memcpy(place->size, y->size, sizeof y->size);
     memo->now.count = 0;
@@ -20046,10 +20059,11 @@ HPMLC_FN void hpmlc_play_axes(hpmlc_play *y, const hpml_plan *p)
 HPMLC_FN bool hpmlc_is_power(int n) { return (n & (n - 1)) == 0; }
 
 /* Returns whether all ranks of the act's group do the same in this act, so that some ranks may be played for all: every
-   rank's partners are found from its position by adding the same numbers or by changing the same bits. */
-HPMLC_FN bool hpmlc_act_is_alike(hpmlc_play *y, const hpmlc_act *act)
+   rank's partners are found from its position by adding the same numbers or by changing the same bits. axis: ranks at
+   different positions on it are to do the same, HPML_AXIS_DATA or HPML_AXIS_TENSOR. */
+HPMLC_FN bool hpmlc_act_is_alike(hpmlc_play *y, const hpmlc_act *act, hpml_axis axis)
 {
-    const bool over = act->group < HPMLC_GROUP_ALL && (y->mask[act->group] >> HPML_AXIS_DATA & 1);
+    const bool over = act->group < HPMLC_GROUP_ALL && (y->mask[act->group] >> axis & 1);
     const bool even = act->peer == HPML_TOPOLOGY_RING || act->peer == HPML_TOPOLOGY_ALL;
     if (act->kind == HPMLC_ACT_COLLECT && act->collective == HPMLC_MIX) return even;
     if (act->kind != HPMLC_ACT_COLLECT || !over || act->collective != HPMLC_ALLREDUCE) return true;
@@ -20057,32 +20071,42 @@ HPMLC_FN bool hpmlc_act_is_alike(hpmlc_play *y, const hpmlc_act *act)
     hpml_algorithm a = act->algorithm;
     if (!l) return false;
     if (a == HPML_AUTO) a = hpml_comm_choose(&l->c, act->n * (int64_t)act->size);
+    if (a == HPML_HIERARCHICAL && l->c.per_node == 0) a = HPML_RING; /* as hpmlc_phases_make does */
     const int nodes = l->c.per_node > 0 ? l->c.size / l->c.per_node : 0;
-    if (a == HPML_HIERARCHICAL)
-        return nodes > 0 && l->c.size % l->c.per_node == 0 && (hpmlc_is_power(nodes) || nodes <= 32);
-    return a == HPML_RING || ((a == HPML_BUTTERFLY || a == HPML_HALVING) && hpmlc_is_power(l->c.size));
+    if (a == HPML_HIERARCHICAL) return l->c.size % l->c.per_node == 0 && (hpmlc_is_power(nodes) || nodes <= 32);
+    return a == HPML_RING || a == HPML_PAIRWISE ||
+           ((a == HPML_BUTTERFLY || a == HPML_HALVING) && hpmlc_is_power(l->c.size));
 }
 
-/* Sets y->unit, the number of ranks that are played: the smallest number of ranks that fill whole nodes with whole
-   replicas of the model, if all other sets of so many ranks do the same, else all ranks. */
-HPMLC_FN void hpmlc_play_fold(hpmlc_play *y)
+HPMLC_FN bool hpmlc_acts_are_alike(hpmlc_play *y, hpml_axis axis) /* hpmlc_act_is_alike for the acts of all roles */
 {
-    const hpml_network *n = y->network;
-    const int           replica = y->stride[HPML_AXIS_DATA];
-    int                 unit = replica;
-    bool                alike = y->workers == y->ranks && !n->slow && !n->node && !n->spread;
-    y->unit = y->ranks;
-    if (y->nodes > 1) {
-        while (unit % n->ranks_per_node != 0) unit += replica;
-        alike = alike && y->ranks % n->ranks_per_node == 0;
-    }
-    if (!alike || y->ranks % unit != 0) return;
+    bool alike = true;
     for (int r = 0; r < y->roles; r++)
         for (int k = 0; k < 2; k++) {
             const hpmlc_acts *acts = k ? &y->role[r].background : &y->role[r].own;
-            for (int i = 0; i < acts->count && alike; i++) alike = hpmlc_act_is_alike(y, &acts->item[i]);
+            for (int i = 0; i < acts->count && alike; i++) alike = hpmlc_act_is_alike(y, &acts->item[i], axis);
         }
-    if (alike) y->unit = unit;
+    return alike;
+}
+
+/* Chooses the ranks that are played for all. y->span: the smallest number of ranks that fill whole nodes with whole
+   replicas of the model, if all other sets of so many ranks do the same, else all ranks. Within them, ranks on axis
+   tensor, which follow each other, do the same on all nodes that they fill: y->narrow of y->wide are played. */
+HPMLC_FN void hpmlc_play_fold(hpmlc_play *y)
+{
+    const hpml_network *n = y->network;
+    const int           replica = y->stride[HPML_AXIS_DATA], tensor = y->size[HPML_AXIS_TENSOR];
+    const int           node = y->nodes > 1 ? n->ranks_per_node : 1;
+    const bool          alike = y->workers == y->ranks && !n->slow && !n->node && !n->spread && y->ranks % node == 0;
+    int                 span = replica;
+    while (span % node != 0) span += replica;
+    if (!alike || y->ranks % span != 0 || !hpmlc_acts_are_alike(y, HPML_AXIS_DATA)) return;
+    y->span = span;
+    if (tensor > node && tensor % node == 0 && hpmlc_acts_are_alike(y, HPML_AXIS_TENSOR)) {
+        y->wide   = tensor;
+        y->narrow = node;
+    }
+    y->unit = y->span / y->wide * y->narrow;
 }
 
 /* Takes memory for the actors of y->unit ranks, and gives each actor its role's program and the layouts of its rank's
@@ -20096,19 +20120,21 @@ HPMLC_FN bool hpmlc_play_actors(hpmlc_play *y)
     y->ends        = (double *)(void *)((char *)y->net.state + y->net.state_bytes - ends);
     y->actor       = (hpmlc_actor *)(void *)((char *)y->ends - 2 * n * sizeof *y->actor);
     y->ended       = y->posted + n * (size_t)y->jobs;
-    for (int r = 0; r < y->unit; r++) {
+    for (int i = 0; i < y->unit; i++) {
+        const int   r = i / y->narrow * y->wide + i % y->narrow;
         hpmlc_role *role = hpmlc_play_role(y, r);
-        y->actor[2 * r].idle     = true;
-        y->actor[2 * r].acts     = &role->background;
-        y->actor[2 * r + 1].acts = &role->own;
+        y->actor[2 * i].idle     = true;
+        y->actor[2 * i].acts     = &role->background;
+        y->actor[2 * i + 1].acts = &role->own;
+        y->actor[2 * i].rank     = y->actor[2 * i + 1].rank = r;
         for (int g = 0; g < HPMLC_GROUPS && r < y->workers; g++)
-            y->actor[2 * r].place[g] = y->actor[2 * r + 1].place[g] = hpmlc_group_place(y, g, r);
+            y->actor[2 * i].place[g] = y->actor[2 * i + 1].place[g] = hpmlc_group_place(y, g, r);
         for (int g = 0; g < HPMLC_GROUP_ALL; g++) {
             if (r >= y->workers || hpmlc_group_size(y, g) == 1) continue;
             hpmlc_layouts *l = hpmlc_group_layout(y, g, r);
             if (!l) return false;
-            y->actor[2 * r].layout[g]     = l;
-            y->actor[2 * r + 1].layout[g] = l;
+            y->actor[2 * i].layout[g]     = l;
+            y->actor[2 * i + 1].layout[g] = l;
         }
     }
     for (int r = 0; r < y->roles; r++) {
@@ -20152,8 +20178,9 @@ HPMLC_FN hpml_status hpmlc_play_run(hpmlc_play *y, hpmlc_maker *k, bool whole, h
     k->floats = NULL;
     free(all);
     if (status != HPML_OK) return status;
-    y->unit = y->ranks;
-    if (!whole) hpmlc_play_fold(y);
+    y->span = y->unit = y->ranks;
+    y->wide = y->narrow = 1;
+    if (!whole && y->loose) hpmlc_play_fold(y);
     bool good = hpmlc_play_actors(y);
     if (good && !(memo && hpmlc_memo_resume(memo, y))) hpmlc_sim_begin(&y->net);
     if (good) hpmlc_sim_queue(&y->net);

@@ -253,17 +253,27 @@ TEST(steady_pipelines_equal_trainings_in_virtual_time)
     }
 }
 
-/* Equal replicas are played once: the same clocks as when all ranks are played, but for blocks that are not equal. What
-   is assumed of the sum of losses on more than 64 ranks costs less than 1 %. */
-TEST(equal_replicas_are_played_once)
+/* Equal ranks are played once: the same clocks as when all ranks are played, but for blocks that are not equal. What is
+   assumed of the sum of losses on more than 64 ranks costs less than 1 %, of small shards and pipelines 5 %. Where axis
+   tensor, a pipeline and axis data share the network cards of nodes, `ties`, messages of several collectives come to a
+   card at the same time, and which is first depends on the rank; played once, the clocks are within a tenth. */
+TEST(equal_ranks_are_played_once)
 {
-    static const struct { const char *plan; int ranks, per_node, played; } cases[] = {
-        { "", 64, 1, 1 }, { "", 64, 8, 8 }, { "algorithm=ring", 64, 4, 4 }, { "algorithm=halving", 64, 1, 1 },
-        { "tensor=4,algorithm=ring", 64, 8, 8 }, { "tensor=8", 64, 8, 8 }, { "shard=1", 64, 8, 8 },
-        { "shard=3", 64, 1, 1 }, { "tensor=2,pipe=4,schedule=1f1b,micro=8,algorithm=ring", 64, 8, 8 },
-        { "tensor=2,pipe=4,schedule=1f1b,micro=8", 64, 4, 8 }, { "pipe=4,micro=8", 64, 1, 4 },
-        { "pipe=8,schedule=zero_bubble,micro=8,algorithm=ring", 64, 8, 8 }, { "strategy=local", 64, 8, 8 },
-        { "algorithm=tree", 64, 1, 64 }, { "strategy=ps,servers=1", 64, 1, 64 }, { "", 62, 4, 62 },
+    static const struct { const char *plan; int ranks, per_node, played; double losses; bool ties; } cases[] = {
+        { "", 64, 1, 1, .01, false }, { "", 64, 8, 8, .01, false }, { "algorithm=ring", 64, 4, 4, .01, false },
+        { "algorithm=halving", 64, 1, 1, .01, false }, { "algorithm=pairwise", 64, 4, 4, .01, false },
+        { "tensor=4,algorithm=ring", 64, 8, 8, .01, false }, { "tensor=8", 64, 8, 8, .01, false },
+        { "tensor=8", 8, 8, 1, .01, false }, { "tensor=16,algorithm=ring", 64, 4, 4, .01, false },
+        { "tensor=8,algorithm=halving", 64, 4, 4, .01, false }, { "shard=1", 64, 8, 8, .01, false },
+        { "shard=3", 64, 1, 1, .01, false }, { "tensor=8,shard=3", 64, 4, 4, .05, false },
+        { "tensor=2,pipe=4,schedule=1f1b,micro=8,algorithm=ring", 64, 8, 8, .01, false },
+        { "tensor=2,pipe=4,schedule=1f1b,micro=8", 64, 4, 8, .01, false }, { "pipe=4,micro=8", 64, 1, 4, .01, false },
+        { "pipe=8,micro=8", 64, 4, 8, .05, false }, { "tensor=8,pipe=2,micro=4,algorithm=ring", 16, 2, 4, .01, false },
+        { "tensor=2,pipe=4,micro=8,algorithm=hierarchical", 64, 4, 8, .01, false },
+        { "pipe=8,schedule=zero_bubble,micro=8,algorithm=ring", 64, 8, 8, .01, false },
+        { "tensor=8,pipe=4,schedule=1f1b,micro=8,algorithm=ring", 64, 2, 8, .01, true },
+        { "strategy=local", 64, 8, 8, .01, false }, { "algorithm=tree", 64, 1, 64, .01, false },
+        { "strategy=ps,servers=1", 64, 1, 64, .01, false }, { "", 62, 4, 62, .01, false },
     };
     bool all = true;
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
@@ -273,10 +283,12 @@ TEST(equal_replicas_are_played_once)
         int    played = play(&j, false, true, once, NULL, 0);
         int    whole = play(&j, true, true, loose, NULL, 0);
         bool   fine = played == cases[i].played && whole == j.ranks && play(&j, true, false, strict, NULL, 0) == whole;
+        if (cases[i].ties) off = 0.1;
         for (int s = 0; s < STEPS; s++) {
             fine = fine && fabs((once[s] - ORIGIN) / (loose[s] - ORIGIN) - 1) <= off;
-            fine = fine && fabs((loose[s] - ORIGIN) / (strict[s] - ORIGIN) - 1) < 0.01;
+            fine = fine && fabs((loose[s] - ORIGIN) / (strict[s] - ORIGIN) - 1) < cases[i].losses;
         }
+        fine = fine && play(&j, false, false, once, NULL, 0) == whole && memcmp(once, strict, sizeof once) == 0;
         if (!fine)
             printf("    \"%s\", %d of %d ranks: %.9g us, all %.9g us, strict %.9g us\n", cases[i].plan, played, whole,
                    1e6 * (once[STEPS - 1] - ORIGIN), 1e6 * (loose[STEPS - 1] - ORIGIN),
@@ -900,6 +912,9 @@ TEST(thousands_of_ranks)
     ENSURE(forecast("tensor=8,pipe=4,micro=16,schedule=1f1b,global_batch=8192", &f, hpml_machine_find("v100-nvlink"),
                     &p) == HPML_OK);
     ENSURE(p.played == 32);
+    ENSURE(forecast("tensor=32,pipe=32,micro=8,schedule=zero_bubble,algorithm=hierarchical,global_batch=8192", &f,
+                    hpml_machine_find("v100-nvlink"), &p) == HPML_OK);
+    ENSURE(p.played == 256);
     f = transformer(12, 768, layer);
     f.facts.ranks = 4096, f.facts.batch = 1 << 20;
     ENSURE(forecast("global_batch=8192", &f, hpml_machine_find("taiwania-2"), &p) == HPML_OK && p.played == 8);
