@@ -196,10 +196,11 @@ static bool at_the_same_time(void)
     return true;
 }
 
-/* The second largest |eigenvalue| by Jacobi rotations of w - 1/p, whose eigenvalue for (1, ..., 1) is 0. */
-static double gossip_right_lambda(const double *w, int p)
+/* The largest |eigenvalue| besides the 1 of (1, ..., 1), by Jacobi rotations of w - 1/p, in which that one is 0.
+   *gap: its distance to the next smaller |eigenvalue|. */
+static double gossip_right_lambda(const double *w, int p, double *gap)
 {
-    double a[GOSSIP_MAX][GOSSIP_MAX], largest = 0;
+    double a[GOSSIP_MAX][GOSSIP_MAX], largest = 0, next = 0;
     for (int i = 0; i < p; i++)
         for (int j = 0; j < p; j++) a[i][j] = w[i * p + j] - 1.0 / p;
     for (int sweep = 0; sweep < 30; sweep++)
@@ -217,7 +218,12 @@ static double gossip_right_lambda(const double *w, int p)
                     a[j][k] = c * v - s * u;
                 }
             }
-    for (int i = 0; i < p; i++) largest = fmax(largest, fabs(a[i][i]));
+    for (int i = 0; i < p; i++) {
+        const double size = fabs(a[i][i]);
+        next    = fmax(next, fmin(size, largest));
+        largest = fmax(largest, size);
+    }
+    *gap = largest - next;
     return largest;
 }
 
@@ -234,6 +240,7 @@ static bool eigenvalues(void)
 {
     const double pi = 3.14159265358979323846;
     for (int p = 3; p <= 12; p++) {
+        double right, gap;
         gossip_graph_of(0, p);
         gossip_right_weights(gossip.w);
         if (!lambda_is("ring", gossip.w, p, (1 + 2 * cos(2 * pi / p)) / 3)) return false;
@@ -243,9 +250,12 @@ static bool eigenvalues(void)
         gossip_graph_of(3, p);
         gossip_right_weights(gossip.w);
         if (!lambda_is("all with all", gossip.w, p, 0)) return false;
-        gossip_graph_of(4, p);
-        gossip_right_weights(gossip.w);
-        if (!lambda_is("path and random edges", gossip.w, p, gossip_right_lambda(gossip.w, p))) return false;
+        do { /* not two eigenvalues that nearly agree, because power iteration would take thousands of steps */
+            gossip_graph_of(4, p);
+            gossip_right_weights(gossip.w);
+            right = gossip_right_lambda(gossip.w, p, &gap);
+        } while (gap > 1e-9 && gap < 0.01);
+        if (!lambda_is("path and random edges", gossip.w, p, right)) return false;
     }
     return true;
 }
