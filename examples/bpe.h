@@ -8,7 +8,7 @@
 
    ASCII text gets the ids of the reference tokenizer. Of other characters the kind (letter, digit ...) is known by
    ranges that cover the commonest ones, so rare ones may be cut elsewhere. Any bytes, also those that are no valid
-   UTF-8, come back unchanged from bpe_bytes; but a byte for which the vocabulary has no token (SmolLM's lacks bytes that
+   UTF-8, come back unchanged from bpe_bytes; but a byte for which the vocabulary has no token (SmolLM's lacks some that
    no UTF-8 text has) is left out, as the reference tokenizer does. A name such as <|endoftext|> in a text is a text as
    any other; bpe_find has its id. */
 #ifndef HPML_BPE_H
