@@ -84,6 +84,7 @@ static void llama_fields(const json_file *f, llama_config *c, const char *kind)
     c->width      = json_count(f, "hidden_size", -1, 1);
     c->inner      = json_count(f, "intermediate_size", -1, 1);
     c->layers     = json_count(f, "num_hidden_layers", -1, 1);
+    if (c->layers > 1000) json_refuse(f, "num_hidden_layers", json_member(f->root, "num_hidden_layers"), "up to 1000");
     c->vocabulary = json_count(f, "vocab_size", -1, 1);
     c->positions  = json_count(f, "max_position_embeddings", 1 << 24, 1);
     c->eps        = json_real(f, f->root, "rms_norm_eps", 1e-6);
