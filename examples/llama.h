@@ -11,13 +11,13 @@
 #include <unistd.h>
 
 typedef struct llama_config {
-    int64_t  width, inner, layers, heads, kv_heads, head_width; /* inner: width of the gated network */
-    int64_t  vocabulary, positions, window; /* window: positions that attention reads, INT32_MAX: all */
-    double   eps, base;                     /* of the RMS norms; of the rotary positions */
-    bool     tied;                          /* the head is the table of the embedding */
-    bool     qkv_bias, out_bias, mlp_bias;
-    int32_t  first, end[8], end_count;      /* the token that begins a text, -1: none; those that end it */
-    bpe_cut  cut;
+    int64_t width, inner, layers, heads, kv_heads, head_width; /* inner: width of the gated network */
+    int64_t vocabulary, positions, window; /* window: positions that attention reads, INT32_MAX: all */
+    double  eps, base;                     /* of the RMS norms; of the rotary positions */
+    bool    tied;                          /* the head is the table of the embedding */
+    bool    qkv_bias, out_bias, mlp_bias;
+    int32_t first, end[8], end_count;      /* the token that begins a text, -1: none; those that end it */
+    bpe_cut cut;
 } llama_config;
 
 /* Reads the rotary positions: rope_theta and rope_scaling, or both as rope_parameters, as newer files have them. */
