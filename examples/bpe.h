@@ -1,14 +1,16 @@
-/* GPT-2's tokenizer: byte pair encoding (Sennrich et al. 2016) of bytes (Radford et al. 2019), from the published files
-   vocab.json and merges.txt. C and C++; needs nothing else.
+/* The tokenizers of GPT-2, SmolLM and Qwen2: byte pair encoding (Sennrich et al. 2016) of bytes (Radford et al. 2019),
+   from the published files vocab.json and merges.txt. C and C++; needs nothing else.
 
-   A text is cut into pieces (bpe_piece): contractions, words, numbers, signs and spaces. A piece begins as one token
-   for each byte; then the two neighbours that come first in merges.txt become one token, until no pair of neighbours is
-   in the list. The files write each byte as one printable character (bpe_byte), so a space is U+0120.
+   A text is cut into pieces: contractions, words, numbers, signs and spaces. How, depends on the model (bpe_cut). A
+   piece begins as one token for each byte; then the two neighbours that come first in merges.txt become one token,
+   until no pair of neighbours is in the list. The files write each byte as one printable character (bpe_byte), so a
+   space is U+0120.
 
    ASCII text gets the ids of the reference tokenizer. Of other characters the kind (letter, digit ...) is known by
    ranges that cover the commonest ones, so rare ones may be cut elsewhere. Any bytes, also those that are no valid
-   UTF-8, come back unchanged from bpe_bytes. A name such as <|endoftext|> in a text is a text as any other;
-   bpe_find has its id. */
+   UTF-8, come back unchanged from bpe_bytes; but a byte for which the vocabulary has no token (SmolLM's lacks some that
+   no UTF-8 text has) is left out, as the reference tokenizer does. A name such as <|endoftext|> in a text is a text as
+   any other; bpe_find has its id. */
 #ifndef HPML_BPE_H
 #define HPML_BPE_H
 
@@ -20,6 +22,13 @@
 #include <string.h>
 
 #define BPE_MOST_BYTES ((size_t)64 << 20) /* of a file */
+
+/* How a text is cut into pieces, as the published tokenizers of these models do: */
+typedef enum bpe_cut {
+    BPE_CUT_GPT2,   /* see bpe_piece */
+    BPE_CUT_SMOLLM, /* each digit is a piece, else as GPT-2 */
+    BPE_CUT_QWEN2   /* each digit is a piece; a sign before a word, and line ends behind signs, belong to the piece */
+} bpe_cut;
 
 typedef struct bpe_token {
     size_t  start; /* of its bytes in bpe.bytes */
@@ -38,7 +47,8 @@ typedef struct bpe {
     int32_t       *names;  /* (name_slots): hash table of ids by bytes, -1: empty */
     bpe_merge     *merges; /* (merge_slots): hash table by left and right; .result 0 and .rank 0: empty */
     size_t         name_slots, merge_slots; /* powers of 2 */
-    int32_t        of_byte[256];            /* the token of each single byte */
+    bpe_cut        cut;                     /* bpe_load sets BPE_CUT_GPT2 */
+    int32_t        of_byte[256];            /* the token of each single byte; -1: none */
 } bpe;
 
 /* A file in memory, and where it is read. */
@@ -254,7 +264,7 @@ static bool bpe_vocabulary(bpe *b, bpe_file *f)
     for (int i = 0; i < 256; i++) {
         unsigned char byte = (unsigned char)i;
         b->of_byte[i] = bpe_find(b, &byte, 1);
-        if (b->of_byte[i] < 0) return bpe_fail(f, "no token for the single byte %d", i);
+        if (b->of_byte[i] < 0 && i >= ' ' && i <= '~') return bpe_fail(f, "no token for the single byte %d", i);
     }
     return true;
 }
@@ -366,26 +376,94 @@ static bpe_kind bpe_kind_at(const unsigned char *p, const unsigned char *end, in
     return BPE_LETTER;
 }
 
-/* The length in bytes of the first piece of a text: a contraction ('s 't 're 've 'm 'll 'd); letters, digits or signs,
-   with one space before them; or spaces, of which the last one is left to the word that follows. */
-static size_t bpe_piece(const unsigned char *p, const unsigned char *end)
+/* The length in bytes of the contraction at p ('s 't 're 've 'm 'll 'd, or with capital letters), 0: there is none. */
+static size_t bpe_contraction(const unsigned char *p, const unsigned char *end, bool capitals)
 {
     static const char *const contractions[] = { "'s", "'t", "'re", "'ve", "'m", "'ll", "'d" };
-    const unsigned char     *at = p, *last = p;
-    int                      bytes;
     for (size_t i = 0; i < sizeof contractions / sizeof contractions[0]; i++) {
-        size_t n = strlen(contractions[i]);
-        if ((size_t)(end - p) >= n && memcmp(p, contractions[i], n) == 0) return n;
+        const char *c = contractions[i];
+        size_t      n = strlen(c), same = 0;
+        if ((size_t)(end - p) < n) continue;
+        while (same < n && (p[same] == (unsigned char)c[same] || (capitals && same > 0 && p[same] + 32 == c[same])))
+            same++;
+        if (same == n) return n;
     }
+    return 0;
+}
+
+/* The end of the characters of one kind that begin at p. */
+static const unsigned char *bpe_run(const unsigned char *p, const unsigned char *end, bpe_kind kind)
+{
+    int bytes;
+    while (p < end && bpe_kind_at(p, end, &bytes) == kind) p += bytes;
+    return p;
+}
+
+/* The length in bytes of the first piece of a text, as GPT-2 cuts: a contraction; letters, digits or signs, with one
+   space before them; or spaces, of which the last one is left to the word that follows. */
+static size_t bpe_piece_gpt2(const unsigned char *p, const unsigned char *end)
+{
+    const unsigned char *at = p, *last = p;
+    int                  bytes;
+    size_t               n = bpe_contraction(p, end, false);
+    if (n > 0) return n;
     if (*p == ' ' && end - p > 1) at++;
     bpe_kind kind = bpe_kind_at(at, end, &bytes);
-    if (kind == BPE_SPACE) at = p;
-    for (; at < end && bpe_kind_at(at, end, &bytes) == kind; at += bytes) last = at;
-    if (kind == BPE_SPACE && at < end && last > p) at = last;
+    if (kind != BPE_SPACE) return (size_t)(bpe_run(at, end, kind) - p);
+    for (at = p; at < end && bpe_kind_at(at, end, &bytes) == kind; at += bytes) last = at;
+    if (at < end && last > p) at = last;
     return (size_t)(at - p);
 }
 
-/* A token of a piece that is being merged; part i begins as byte i. The parts that are left are a list by `next`. */
+/* As SmolLM cuts: a digit; else a piece of GPT-2's of the text up to the next digit. */
+static size_t bpe_piece_smollm(const unsigned char *p, const unsigned char *end)
+{
+    size_t               n = bpe_piece_gpt2(p, end);
+    const unsigned char *at = p;
+    bpe_kind             kind;
+    int                  bytes;
+    do { /* a digit in the piece, or behind the space that GPT-2 leaves to the next piece */
+        kind = bpe_kind_at(at, end, &bytes);
+        if (kind == BPE_DIGIT) return at == p ? (size_t)bytes : bpe_piece_gpt2(p, at);
+        at += bytes;
+    } while (at < end && (at < p + n || kind == BPE_SPACE));
+    return n;
+}
+
+/* As Qwen2 cuts: a contraction; letters, with any sign or space but a line end before them; a digit; signs, with a
+   space before and line ends behind them; spaces up to the last line end; or as GPT-2 cuts spaces. */
+static size_t bpe_piece_qwen2(const unsigned char *p, const unsigned char *end)
+{
+    int                  bytes;
+    size_t               n = bpe_contraction(p, end, true);
+    const bpe_kind       kind = bpe_kind_at(p, end, &bytes);
+    const unsigned char *word = kind == BPE_LETTER || *p == '\r' || *p == '\n' ? p : p + bytes;
+    const unsigned char *at = bpe_run(word, end, BPE_LETTER), *last = p, *line = p;
+    if (n > 0) return n;
+    if (kind == BPE_DIGIT) return (size_t)bytes;
+    if (at > word) return (size_t)(at - p);
+    at = bpe_run(p + (*p == ' '), end, BPE_SIGN);
+    if (at > p + (*p == ' ')) {
+        while (at < end && (*at == '\r' || *at == '\n')) at++;
+        return (size_t)(at - p);
+    }
+    for (at = p; at < end && bpe_kind_at(at, end, &bytes) == BPE_SPACE; at += bytes) {
+        last = at;
+        if (*at == '\r' || *at == '\n') line = at + 1;
+    }
+    if (line > p) return (size_t)(line - p);
+    if (at < end && last > p) at = last;
+    return (size_t)(at - p);
+}
+
+/* The length in bytes of the first piece of a text. */
+static size_t bpe_piece(bpe_cut cut, const unsigned char *p, const unsigned char *end)
+{
+    if (cut == BPE_CUT_SMOLLM) return bpe_piece_smollm(p, end);
+    return cut == BPE_CUT_QWEN2 ? bpe_piece_qwen2(p, end) : bpe_piece_gpt2(p, end);
+}
+
+/* A token of a piece that is being merged, at first one byte. The parts that are left are a list by `next`. */
 typedef struct bpe_part {
     int32_t id, previous, next; /* indices, -1: none; id -1: merged into a part before */
 } bpe_part;
@@ -427,9 +505,13 @@ static int64_t bpe_merge_all(const bpe *b, const unsigned char *piece, int32_t n
                              int32_t *ids)
 {
     int64_t count = 0, out = 0;
-    for (int32_t i = 0; i < n; i++)
-        part[i].id = b->of_byte[piece[i]], part[i].previous = i - 1, part[i].next = i + 1 < n ? i + 1 : -1;
-    for (int32_t i = 0; i + 1 < n; i++) bpe_push(b, part, i, heap, &count);
+    int32_t parts = 0;
+    for (int32_t i = 0; i < n; i++) {
+        part[parts].id = b->of_byte[piece[i]], part[parts].previous = parts - 1, part[parts].next = parts + 1;
+        parts += b->of_byte[piece[i]] >= 0;
+    }
+    if (parts > 0) part[parts - 1].next = -1;
+    for (int32_t i = 0; i + 1 < parts; i++) bpe_push(b, part, i, heap, &count);
     while (count > 0) {
         bpe_pair  pair = bpe_pop(heap, &count);
         bpe_part *left = &part[pair.at];
@@ -442,7 +524,7 @@ static int64_t bpe_merge_all(const bpe *b, const unsigned char *piece, int32_t n
         bpe_push(b, part, left->previous, heap, &count);
         bpe_push(b, part, pair.at, heap, &count);
     }
-    for (int32_t i = 0; i >= 0 && n > 0; i = part[i].next) ids[out++] = part[i].id;
+    for (int32_t i = 0; i >= 0 && parts > 0; i = part[i].next) ids[out++] = part[i].id;
     return out;
 }
 
@@ -454,14 +536,14 @@ static int64_t bpe_encode(const bpe *b, const char *text, size_t length, int32_t
     size_t               longest = 1, n;
     int64_t              count = 0;
     for (const unsigned char *at = p; at < end; at += n) {
-        n = bpe_piece(at, end);
+        n = bpe_piece(b->cut, at, end);
         if (n > longest) longest = n;
     }
     if (longest > (size_t)1 << 29) return -1;
     bpe_part *part = (bpe_part *)malloc(longest * sizeof *part);
     bpe_pair *heap = (bpe_pair *)malloc(3 * longest * sizeof *heap);
     for (; part && heap && p < end; p += n) {
-        n = bpe_piece(p, end);
+        n = bpe_piece(b->cut, p, end);
         count += bpe_merge_all(b, p, (int32_t)n, part, heap, ids + count);
     }
     if (!part || !heap) count = -1;

@@ -329,6 +329,80 @@ fits timeout 60 build/39_pretrain
 check "pretraining layer by layer: errors fall, accuracy with few labels rises" \
     '[ $? -eq 0 ] && [ "$(grep -c "^stage [012].* -> 0\.[0-2]" "$tmp/out")" = 3 ] &&
         awk "/^ *200 / { n += \$4 > \$2 } /^ *4000 / { n += \$4 > \$2 - 0.3 } END { exit n != 2 }" "$tmp/out"'
+# Models of the Llama family in files as published: the scores of transformers; fields and files that are refused.
+for kind in llama qwen2 mistral; do
+    build/llama_files "$tmp/$kind" $kind
+    build/41_llama "$tmp/$kind" --ids "7 30 2 7 449 0 100 7" --length 0 --top 450 >"$tmp/out" 2>&1
+    check "$kind: the scores of transformers" '[ $? -eq 0 ] && awk -v kind=$kind "
+        NR == FNR { if (\$1 == kind) { want[\$2, \$3] = \$4; n++ } next }
+        /^after/ { at = \$3 + 0 }
+        / %/ && (at, \$1) in want { d = want[at, \$1] - \$2; bad += !(d * d < 1e-8); found++ }
+        END { exit bad || n != 24 || found != n }" tests/llama_golden.txt "$tmp/out"'
+done
+cp tests/bpe/vocab.json tests/bpe/merges.txt "$tmp/llama"
+fits timeout 60 build/41_llama "$tmp/llama" --prompt "The gradients" --length 12
+check "a text by a model of the Llama family" \
+    '[ $? -eq 0 ] && says "^The gradients" && says "^6 tokens read, .*; 12 wr"'
+fits build/41_llama "$tmp/llama" --ids "51 71" --length 0
+check "the likeliest tokens, with their texts" \
+    '[ "$(grep -c " % *\"" "$tmp/out")" = 10 ] && says "^after token 1, which is 71"'
+llama() { # EDIT ARGUMENTS...: runs with an edited config.json
+    edit=$1; shift
+    build/llama_files "$tmp/llama" llama && sed -i "$edit" "$tmp/llama/config.json"
+    build/41_llama "$tmp/llama" "$@" >"$tmp/out" 2>&1
+}
+llama 's/"eos_token_id": .*/"eos_token_id": [3, 355]/' --ids "7 30 2 7" --length 9 --temperature 0
+check "a token that ends a text" '[ $? -eq 0 ] && says "; 0 written"'
+llama s/x/x/ --prompt "" --length 3
+check "a text without a first token is an error" '[ $? -eq 1 ] && says "no token, and config.json has no bos_token_id"'
+for wrong in "1 x=--ids: x: expected" "-1=--ids: -1: expected" "1 450=token 1 is 450; the model has the tokens 0 to 449"
+do
+    llama s/x/x/ --ids "${wrong%%=*}" --length 9
+    check "--ids ${wrong%%=*} is an error" '[ $? -eq 1 ] && says "^error: ${wrong#*=}"'
+done
+while IFS='=' read -r edit message; do
+    llama "$edit" --ids "1 2" --length 0
+    check "config.json after $edit is refused" '[ $? -eq 1 ] && says "^error: $tmp/llama/$message"'
+done <<'T'
+s/"llama"/"phi"/=config.json: model_type is "phi"; supported: "llama", "qwen2", "mistral"
+s/"silu"/"gelu"/=config.json: hidden_act is "gelu"; supported: "silu"
+s/null/{"type": "linear"}/=config.json: rope_scaling is {"type": "linear"}; supported: null
+s/"rope_scaling"/"partial_rotary_factor": 0.5, "x"/=config.json: partial_rotary_factor is 0.5; supported: 1
+s/"rope_scaling": null/"quantization_config": {"bits": 4}/=config.json: quantization_config is {"bits": 4}
+s/"hidden_size"/"size"/=config.json: hidden_size is missing; supported: a whole number
+s/"vocab_size": 450/"vocab_size": 1e99/=config.json: vocab_size is 1e99; supported: a whole number
+s/"num_key_value_heads": 2/"num_key_value_heads": 3/=config.json: num_key_value_heads is 3; supported: a divisor
+s/"hidden_size": 32/"hidden_size": 36/=config.json: hidden_size is 36; supported: heads of an even size
+s/: false/: maybe/=config.json: tie_word_embeddings is maybe; supported: true or false
+s/1e-05/0/=config.json: rms_norm_eps is 0; supported: a number above 0
+s/\[2, 447\]/[2, "x"]/=config.json: eos_token_id is \[2, "x"\]; supported: ids
+s/"max_position_embeddings": 64/"max_position_embeddings": 1/=config.json: max_position_embeddings is 1; the prompt's 2
+$d=config.json: not a whole JSON object
+T
+llama 's/"num_hidden_layers": 2/"num_hidden_layers": 3/' --ids 1 --length 9
+check "a parameter that the file lacks is an error" \
+    '[ $? -eq 1 ] && says "llama/model.safetensors.*: no tensor .model.layers.2.input_layernorm.weight"'
+llama 's/"intermediate_size": 48/"intermediate_size": 40/' --ids 1 --length 9
+check "a parameter of another shape is an error" '[ $? -eq 1 ] && says "gate_proj.weight. is 48x32.* expects 40x32"'
+build/41_llama "$tmp/mistral" --ids "7 30" --length 15 >"$tmp/out" 2>&1
+check "more than a sliding window is an error" \
+    '[ $? -eq 1 ] && says "sliding_window is 16; .* 2 tokens and --length 15"'
+sed -i /1.mlp.up_proj/d "$tmp/mistral/model.safetensors.index.json"
+build/41_llama "$tmp/mistral" --ids 7 --length 9 >"$tmp/out" 2>&1
+check "a parameter that the index lacks is an error" \
+    '[ $? -eq 1 ] && says "index.json: .* no file .*1.mlp.up_proj.weight"'
+build/llama_files "$tmp/mistral" mistral && rm "$tmp/mistral/model-00002-of-00002.safetensors"
+build/41_llama "$tmp/mistral" --ids 7 --length 9 >"$tmp/out" 2>&1
+check "a missing file of several is an error" '[ $? -eq 1 ] && says "mistral/model-00002-of-00002.safetensors"'
+rm "$tmp/llama/model.safetensors"
+build/41_llama "$tmp/llama" --ids 7 --length 9 >"$tmp/out" 2>&1
+check "a missing file of parameters is an error" '[ $? -eq 1 ] && says "llama/model.safetensors"'
+build/41_llama "$tmp/qwen2" --prompt x >"$tmp/out" 2>&1
+check "a text without a tokenizer is an error" '[ $? -eq 1 ] && says "qwen2/vocab.json: cannot be opened; .* --ids"'
+build/41_llama "$tmp/none" --ids 7 --length 9 >"$tmp/out" 2>&1
+check "a missing folder of a model is an error" '[ $? -eq 1 ] && says "none/config.json: cannot be opened"'
+build/41_llama "$tmp/qwen2" >"$tmp/out" 2>&1
+check "neither a text nor tokens is an error" '[ $? -eq 2 ] && says "one FOLDER, and --prompt or --ids"'
 gpt2="build/11_gpt2_cpu --layers 2 --width 32 --heads 4 --context 32 --batch 4 --lr 0.003"
 fits timeout 60 $gpt2 --bpe tests/bpe --tokens README.md --steps 40 --prompt "The gradients" --check
 check "GPT-2 on the CPU learns, and writes with a cache what a whole pass writes" 'says "^CPU, f32: " &&
@@ -413,7 +487,7 @@ fits build/17_plans strategy=local,period=10 strategy=gossip,topology=pairs
 fits build/08_simulate --out "$files" --ranks 64
 for program in 01_xor 04_embed_cpp 07_digits 06_onebit_dropin 09_queue 18_own_op; do fits build/$program; done
 for program in 02_mnist 03_charlm 05_allreduce 08_simulate 11_gpt2_cpu 13_parameter_server 21_federated \
-    31_generate; do
+    31_generate 41_llama; do
     fits build/$program --help
     check "$program --help" 'says "^  --[a-z]* "'
 done

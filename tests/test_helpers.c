@@ -198,6 +198,64 @@ TEST(tokens_are_those_of_the_reference_tokenizer)
     bpe_free(b);
 }
 
+/* Texts with a | behind each piece but the last, as tokenizers 0.23 cuts them: ByteLevel; Digits(individual_digits) and
+   ByteLevel, which SmolLM's tokenizer.json has; Split with the pattern in Qwen2's tokenizer.json. */
+static const struct { bpe_cut cut; const char *pieces; } cuts[] = {
+    { BPE_CUT_SMOLLM, "Don|'t| WE|'|LL| (|hello|)| x|=|1|0| |1|2|3|4|5" },
+    { BPE_CUT_SMOLLM, "a| | =| |3|.|1|4|;|\n\n | b|\t|7" }, { BPE_CUT_SMOLLM, " |1|  |2|\r\n\r|\n|end|\n" },
+    { BPE_CUT_SMOLLM, "don|'|T| '|s|'|S" }, { BPE_CUT_SMOLLM, "...|\n|\n|--| !|\n|x" },
+    { BPE_CUT_SMOLLM, " \n \n | word" }, { BPE_CUT_SMOLLM, "caf\u00e9| \u65e5\u672c|2|0|2|4| \u2014|x" },
+    { BPE_CUT_SMOLLM, "\t|if| (|a|[|1|2|]| +=| \"|s|\")|  " },
+    { BPE_CUT_QWEN2, "Don|'t| WE|'LL| (|hello|)| x|=|1|0| |1|2|3|4|5" },
+    { BPE_CUT_QWEN2, "a| | =| |3|.|1|4|;\n\n| | b|\t|7" }, { BPE_CUT_QWEN2, " |1| | |2|\r\n\r\n|end|\n" },
+    { BPE_CUT_QWEN2, "don|'T| '|s|'S" }, { BPE_CUT_QWEN2, "...\n\n|--| !\n|x" }, { BPE_CUT_QWEN2, " \n \n| | word" },
+    { BPE_CUT_QWEN2, "caf\u00e9| \u65e5\u672c|2|0|2|4| \u2014|x" },
+    { BPE_CUT_QWEN2, "\tif| (|a|[|1|2|]| +=| \"|s|\")|  " },
+    { BPE_CUT_GPT2, "Don|'t| WE|'|LL| (|hello|)| x|=|10| 12345" },
+    { BPE_CUT_GPT2, "a| | =| 3|.|14|;|\n\n | b|\t|7" }, { BPE_CUT_GPT2, " 1| | 2|\r\n\r|\n|end|\n" },
+    { BPE_CUT_GPT2, "don|'|T| '|s|'|S" }, { BPE_CUT_GPT2, "...|\n|\n|--| !|\n|x" },
+    { BPE_CUT_GPT2, " \n \n | word" }, { BPE_CUT_GPT2, "caf\u00e9| \u65e5\u672c|2024| \u2014|x" },
+    { BPE_CUT_GPT2, "\t|if| (|a|[|12|]| +=| \"|s|\")|  " } };
+
+TEST(pieces_are_those_of_each_reference_tokenizer)
+{
+    for (size_t g = 0; g < sizeof cuts / sizeof cuts[0]; g++) {
+        char        whole[100], marked[200];
+        size_t      n = 0, out = 0;
+        const char *pieces = cuts[g].pieces;
+        for (const char *p = pieces; *p; p++)
+            if (*p != '|') whole[n++] = *p;
+        for (size_t at = 0, length; at < n; at += length) {
+            length = bpe_piece(cuts[g].cut, (unsigned char *)whole + at, (unsigned char *)whole + n);
+            ENSURE(length > 0 && at + length <= n && out + length + 1 < sizeof marked);
+            if (at > 0) marked[out++] = '|';
+            memcpy(marked + out, whole + at, length);
+            out += length;
+        }
+        if (out != strlen(pieces) || memcmp(marked, pieces, out) != 0)
+            printf("%s\nbut: %.*s\n", pieces, (int)out, marked);
+        ENSURE(out == strlen(pieces) && memcmp(marked, pieces, out) == 0);
+    }
+}
+
+TEST(a_byte_without_a_token_is_left_out)
+{
+    char    vocabulary[2000], error[200];
+    int32_t ids[10];
+    size_t  n = 0;
+    for (int c = '!'; c <= '~'; c++)
+        n += (size_t)sprintf(vocabulary + n, "%c\"%s%c\": %d", c == '!' ? '{' : ',', strchr("\"\\", c) ? "\\" : "", c,
+                             c - '!');
+    n += (size_t)sprintf(vocabulary + n, ",\"\\u0120\": 94,\"ab\": 95}");
+    put("merges.txt", "a b\n", 4);
+    const char *path = put("vocab.json", vocabulary, n);
+    bpe        *b = bpe_load(path, file("merges.txt"), error, sizeof error);
+    ENSURE(b && b->of_byte[4] == -1);
+    ENSURE(bpe_encode(b, "a\u00e9b", 4, ids) == 1 && ids[0] == 95); /* as the reference: a and b are neighbours */
+    ENSURE(bpe_encode(b, "\4\u00e9", 3, ids) == 0);
+    bpe_free(b);
+}
+
 TEST(any_bytes_come_back_from_tokens)
 {
     char     error[200];
@@ -237,7 +295,7 @@ TEST(bad_vocabularies_and_merges_are_refused_with_line_and_reason)
         { "{\"a\": 0,\n \"b\": 0}", ":2: two tokens have id 0" },
         { "{\"a\": 0, \"b\": 2}", ":1: 2 tokens, and none has id 1" },
         { "{\"a\": 0} x", ":1: text after the closing brace" },
-        { "{\"a\": 0}", ":1: no token for the single byte 0" },
+        { "{\"a\": 0}", ":1: no token for the single byte 32" },
         { "{\"\": 0}", ":1: an empty token" },
         { "{\"a b\": 0}", ":1: a token with character U+0020, which stands for no byte" },
         { "{\"\\u65e5\": 0}", ":1: a token with character U+65E5, which stands for no byte" },
