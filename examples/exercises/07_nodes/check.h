@@ -33,6 +33,7 @@ static hpml_status nodes_rank(hpml_comm *c, void *user)
     if (!h.node) return hpml_ctx_fail(hpml_comm_ctx(c), HPML_ERR_STATE, "hierarchy_open has left h->node NULL");
     nodes.node_size[r] = hpml_comm_size(h.node);
     nodes.leaders[r]   = h.leaders ? hpml_comm_size(h.leaders) : 0;
+    hpml_comm_compute(c, 0.01 - hpml_comm_now(c)); /* all messages of hierarchy_open have arrived when the sum begins */
     return nodes.opens_only ? HPML_OK : hierarchy_allreduce(&h, nodes.x[r], nodes.n);
 }
 
