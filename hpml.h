@@ -47,8 +47,10 @@
 //     HPML_USE_ZLIB         read gzipped IDX files (-lz)
 //     HPML_USE_CBLAS        large matrix products by a BLAS (cblas.h; -lopenblas)
 //     HPML_NO_TRAINING      small programs that predict: no backward passes, optimizers, results in halves, groups of
-//                           ranks and random first values (parameters are 0 until they are loaded); with HPML_NO_SIMD,
-//                           too, the shortest kernels, which are slower, and no hpml_igemm and hpml_bgemm
+//                           ranks, losses and random first values (parameters are 0 until they are loaded); with
+//                           HPML_NO_SIMD, too, the shortest kernels, which are slower, no hpml_igemm and hpml_bgemm
+//     HPML_NO_CONVOLUTION   without the ops conv2d, conv_transpose2d, max_pool2d, avg_pool2d and batchnorm
+//     HPML_NO_SEQUENCES     without the ops embedding, attention, rotary, lstm and gru
 //     HPML_DEBUG            check internal assumptions
 //     HPML_SELF             this file's name, if you renamed it: it includes itself once for each instruction set
 //
@@ -2347,6 +2349,17 @@ __asm__(".macro vmovaps x:vararg\nvmovups \\x\n.endm\n.macro vmovapd x:vararg\nv
 #define HPMLI_TO_BE_FAST(function) function
 #endif
 #define HPMLI_BACK(job) (HPMLI_TRAINS && (job)->back) /* true in a backward pass */
+/* Flags of HPMLI_LEFT_OUT for the groups of ops that an option leaves out; 0: the group is in this build. */
+#ifdef HPML_NO_CONVOLUTION
+#define HPMLI_NO_IMAGES HPMLI_OP_IMAGES
+#else
+#define HPMLI_NO_IMAGES 0
+#endif
+#ifdef HPML_NO_SEQUENCES
+#define HPMLI_NO_SEQUENCES HPMLI_OP_SEQUENCES
+#else
+#define HPMLI_NO_SEQUENCES 0
+#endif
 #define HPMLI_FN     static __attribute__((unused))
 #define HPMLI_UNUSED __attribute__((unused))
 #define HPMLI_PRINTF(text, args) __attribute__((format(HPML_PRINTF_FORMAT, text, args)))
@@ -4025,9 +4038,17 @@ enum {
     HPMLI_OP_SPLIT_PLANE = 4096, /* along the channels */
     HPMLI_OP_SPLIT_OWN   = 8192, /* in the way that the function which records the op checks and sets */
     HPMLI_OP_PACKS       = 32768, /* computes products, which pack matrices in the context's working memory */
-    HPMLI_OP_KEEPS_DZ    = 16384 /* backward overwrites dy by dz, the gradient before the activation; the gradient of
+    HPMLI_OP_KEEPS_DZ    = 16384, /* backward overwrites dy by dz, the gradient before the activation; the gradient of
                                     source 0 is a product of dz and source 1, that of source 1 of dz and source 0 */
+    HPMLI_OP_IMAGES      = 65536, /* not in a build with HPML_NO_CONVOLUTION */
+    HPMLI_OP_SEQUENCES   = 131072 /* not in a build with HPML_NO_SEQUENCES */
 };
+
+/* An op with one of the traits HPMLI_LEFT_OUT is not in this build: hpmli_node_create refuses the op, and its functions
+   in tables are NULL, so that the compiler leaves out their code. */
+enum { HPMLI_LEFT_OUT = HPMLI_NO_IMAGES | HPMLI_NO_SEQUENCES | (HPMLI_TRAINS ? 0 : HPMLI_OP_IS_MEAN) };
+#define HPMLI_HAS(traits) (((traits) & HPMLI_LEFT_OUT) == 0)
+#define HPMLI_IF_HAS(op, function) (HPMLI_HAS(hpmli_##op##_traits) ? function : NULL)
 
 /* An entry of the table of ops; hpmli_op_of returns the entry of a node's op. */
 typedef struct hpmli_op_info {
@@ -4064,6 +4085,18 @@ HPML_API const char *hpml_op_name(hpml_op op)
         HPML_OPS(HPMLI_OP_NAME)
     };
     return op >= 0 && op < HPML_OP_COUNT ? names[op] : "?";
+}
+
+/* True if `op` is in this build; else an error. */
+HPMLI_FN bool hpmli_has_op(hpml_ctx *ctx, hpml_op op)
+{
+    const unsigned traits = hpmli_op_row(op)->traits;
+    const char    *option = "HPML_NO_TRAINING";
+    if (HPMLI_HAS(traits)) return true;
+    if (traits & HPMLI_NO_IMAGES) option = "HPML_NO_CONVOLUTION";
+    if (traits & HPMLI_NO_SEQUENCES) option = "HPML_NO_SEQUENCES";
+    return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "op %s is not in this build: %s is defined; build the program "
+                       "without that option", hpml_op_name(op), option);
 }
 
 /* Returns the number of operations of a pass of n: one for each element of its result; 0 for a backward pass (`back`)
@@ -4583,6 +4616,7 @@ HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_coun
     hpml_dtype  dtype  = ndim > 0 ? hpmli_activation_dtype(ctx) : HPML_DTYPE_F32;
     hpml_layout layout = HPML_NCHW;
     none->out = NULL;
+    if (!hpmli_has_op(ctx, op)) return none;
     if (ndim == 4 && !(traits & HPMLI_OP_REORDERS)) layout = hpmli_check_layouts(op, src_count, src);
     if (traits & HPMLI_OP_IS_ALIAS) dtype = src[0]->dtype;
     else hpmli_check_dtypes(op, traits, src_count, src);
@@ -6260,7 +6294,7 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g)
         if (g->outputs[i]->node) g->outputs[i]->node->state->kept = true;
     if (g->loss && g->loss->node) g->loss->node->state->kept = true;
     for (int i = 0; i < g->count && (g->predicts || g->keep_packed) && hpmli_can_keep(g); i++)
-        if (g->nodes[i]->op == HPML_OP_CONV2D) hpmli_conv_keeps(g, g->nodes[i]);
+        if (HPMLI_HAS(HPMLI_OP_IMAGES) && g->nodes[i]->op == HPML_OP_CONV2D) hpmli_conv_keeps(g, g->nodes[i]);
     return hpmli_part_add(g, 0, g->count, g->batch, 1) && hpmli_graph_plan_parts(g);
 }
 
@@ -9908,7 +9942,7 @@ HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
                             p > 0 || n->accumulate[2] ? 1.0f : 0.0f, channels);
     if (n->src[0]->grad && hpmli_conv_is_1x1(&c)) hpmli_conv_1x1(&c, true);
 }
-HPMLI_OP(conv2d, HPMLI_OP_PRODUCT | HPMLI_OP_PACKS | HPMLI_OP_KEEPS_DZ | HPMLI_OP_SPLIT_OWN,
+HPMLI_OP(conv2d, HPMLI_OP_PRODUCT | HPMLI_OP_PACKS | HPMLI_OP_KEEPS_DZ | HPMLI_OP_SPLIT_OWN | HPMLI_OP_IMAGES,
          HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0),
          hpmli_flops_product(n, back, n->src[1]->stride[0]), hpmli_conv2d_pass(run, n), hpmli_conv2d_back(run, n));
 
@@ -10290,7 +10324,7 @@ HPMLI_FN void hpmli_conv_transpose_back(const hpml_run *run, hpml_node *n)
     hpmli_conv2d_pass(run, m);
     if (n->accumulate[0]) run->ctx->k->vadd(dx, dx, sum, hpml_tensor_count(n->src[0]));
 }
-HPMLI_OP(conv_transpose2d, HPMLI_OP_PRODUCT | HPMLI_OP_PACKS | HPMLI_OP_SPLIT_OWN, HPMLI_NEED_BOTH,
+HPMLI_OP(conv_transpose2d, HPMLI_OP_PRODUCT | HPMLI_OP_PACKS | HPMLI_OP_SPLIT_OWN | HPMLI_OP_IMAGES, HPMLI_NEED_BOTH,
          2 * (double)hpml_tensor_count(n->src[0]) * (double)n->src[1]->stride[0] *
              (back ? n->src[0]->needs_grad + n->src[1]->needs_grad : 1),
          hpmli_conv_transpose_pass(run, n), hpmli_conv_transpose_back(run, n));
@@ -10553,10 +10587,10 @@ HPMLI_FN void hpmli_pooling(const hpml_run *run, hpml_node *n, bool back)
     hpmli_for_each_parallel(run, n, back, n->out->shape[0] * (nhwc ? 1 : n->out->shape[1]), 1,
                             nhwc ? hpmli_pool_image : hpmli_pool_plane);
 }
-HPMLI_OP(max_pool2d, HPMLI_OP_SPLIT_PLANE, 0, hpmli_flops_pointwise(n, back), hpmli_pooling(run, n, false),
-         hpmli_pooling(run, n, true));
-HPMLI_OP(avg_pool2d, HPMLI_OP_SPLIT_PLANE, 0, hpmli_flops_pointwise(n, back), hpmli_pooling(run, n, false),
-         hpmli_pooling(run, n, true));
+HPMLI_OP(max_pool2d, HPMLI_OP_SPLIT_PLANE | HPMLI_OP_IMAGES, 0, hpmli_flops_pointwise(n, back),
+         hpmli_pooling(run, n, false), hpmli_pooling(run, n, true));
+HPMLI_OP(avg_pool2d, HPMLI_OP_SPLIT_PLANE | HPMLI_OP_IMAGES, 0, hpmli_flops_pointwise(n, back),
+         hpmli_pooling(run, n, false), hpmli_pooling(run, n, true));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>norm   batch normalization; softmax, layernorm, rmsnorm: row by row
@@ -10577,7 +10611,7 @@ typedef struct hpmli_centre { float mean, rstd, rest; } hpmli_centre;
    (NULL without affine), running mean, running variance. */
 HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *desc, hpml_op op)
 {
-    const bool     batch = op == HPML_OP_BATCHNORM;
+    const bool     batch = HPMLI_HAS(HPMLI_OP_IMAGES) && op == HPML_OP_BATCHNORM;
     hpml_norm_desc d;
     hpml_tensor   *src[5] = { x, NULL, NULL, NULL, NULL };
     if (!hpmli_recordable(1, &x) || !HPMLI_COPY_DESC(x->ctx, "norm", d, desc)) return NULL;
@@ -10755,7 +10789,7 @@ HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, bool backwa
     if (status == HPML_OK) hpmli_parallel(run->ctx, j.C, hpmli_bn_task, &j);
     return status;
 }
-HPMLI_OP(batchnorm, HPMLI_OP_JOINS_BATCH | HPMLI_OP_SPLIT_PLANE,
+HPMLI_OP(batchnorm, HPMLI_OP_JOINS_BATCH | HPMLI_OP_SPLIT_PLANE | HPMLI_OP_IMAGES,
          HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI_NEED_OUT : 0), hpmli_flops_pointwise(n, back),
          return hpmli_bn_run(run, n, false), return hpmli_bn_run(run, n, true));
 
@@ -10966,8 +11000,8 @@ HPMLI_FN hpml_status hpmli_embedding_back(const hpml_run *run, hpml_node *n)
     }
     return HPML_OK;
 }
-HPMLI_OP(embedding, HPMLI_OP_INDEX_0 | HPMLI_OP_SPLIT_ANY, HPMLI_NEED_SRC(0), hpmli_flops_pointwise(n, back),
-         return hpmli_embedding_pass(run, n), return hpmli_embedding_back(run, n));
+HPMLI_OP(embedding, HPMLI_OP_INDEX_0 | HPMLI_OP_SPLIT_ANY | HPMLI_OP_SEQUENCES, HPMLI_NEED_SRC(0),
+         hpmli_flops_pointwise(n, back), return hpmli_embedding_pass(run, n), return hpmli_embedding_back(run, n));
 
 /* Records y[i] = table[token[i]]; backward adds dy[i] to row token[i] of the table's gradient, in the order of i.
    Sources of the node: tokens, table. */
@@ -11287,7 +11321,7 @@ HPMLI_FN hpml_status hpmli_attention_back(const hpml_run *run, hpml_node *n)
 
 /* Operations for a sample of T time steps and C channels: 2 T T C for q k^T, as many for softmax(q k^T) v, half of both
    if causal; backward twice as many. */
-HPMLI_OP(attention, HPMLI_OP_SPLIT_OWN | HPMLI_OP_INDEX_1 | HPMLI_OP_PAIRS_ROWS | HPMLI_OP_PACKS,
+HPMLI_OP(attention, HPMLI_OP_SPLIT_OWN | HPMLI_OP_INDEX_1 | HPMLI_OP_PAIRS_ROWS | HPMLI_OP_PACKS | HPMLI_OP_SEQUENCES,
          HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT,
          (n->attr.attention.causal ? 2 : 4) * (double)hpml_tensor_count(n->out) *
              (double)(n->src_count > 3 ? n->src[3] : n->out)->shape[1] * (back ? 2 : 1),
@@ -11365,8 +11399,8 @@ HPMLI_FN void hpmli_rotary_step(const hpmli_work *w, int64_t t, int thread HPMLI
         else hpmli_rotary_row(w->n, y->data + row, x->data + row, c, s, false);
     }
 }
-HPMLI_WORK_OP(rotary, HPMLI_OP_SPLIT_OWN | HPMLI_OP_INDEX_1 | HPMLI_OP_PAIRS_ROWS, HPMLI_NEED_SRC(1),
-              3 * hpmli_flops_pointwise(n, back), n->out->shape[1], 1, rotary_step, rotary_step);
+HPMLI_WORK_OP(rotary, HPMLI_OP_SPLIT_OWN | HPMLI_OP_INDEX_1 | HPMLI_OP_PAIRS_ROWS | HPMLI_OP_SEQUENCES,
+              HPMLI_NEED_SRC(1), 3 * hpmli_flops_pointwise(n, back), n->out->shape[1], 1, rotary_step, rotary_step);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>recurrent   long short-term memory
@@ -11615,7 +11649,7 @@ HPMLI_FN void hpmli_lstm_back(const hpml_run *run, hpml_node *n)
     for (int64_t b = 0; b < j.B && steps; b++) /* puts da of step 0 back, for a second half of this pass */
         memcpy(j.gates + b * j.T * 4 * H, j.next[0] + b * 4 * H, (size_t)(4 * H) * sizeof(float));
 }
-HPMLI_OP(lstm, HPMLI_OP_PRODUCT | HPMLI_OP_PACKS,
+HPMLI_OP(lstm, HPMLI_OP_PRODUCT | HPMLI_OP_PACKS | HPMLI_OP_SEQUENCES,
          HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_SRC(4) | HPMLI_NEED_SRC(5) | HPMLI_NEED_OUT,
          hpmli_flops_product(n, back, 4 * (n->src[2]->shape[1] + n->src[0]->shape[2])), hpmli_lstm_pass(run, n),
          hpmli_lstm_back(run, n));
@@ -11762,7 +11796,7 @@ HPMLI_FN void hpmli_gru_back(const hpml_run *run, hpml_node *n)
     if (w_x->grad) hpmli_product(run->ctx, hpmli_transposed(da), hpmli_values(x), hpmli_grads(w_x), n->accumulate[1]);
     hpmli_gru_weights_back(&j);
 }
-HPMLI_OP(gru, HPMLI_OP_IS_WHOLE | HPMLI_OP_PACKS,
+HPMLI_OP(gru, HPMLI_OP_IS_WHOLE | HPMLI_OP_PACKS | HPMLI_OP_SEQUENCES,
          HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_SRC(5) | HPMLI_NEED_OUT,
          hpmli_flops_product(n, back, 3 * (n->out->shape[2] + n->src[0]->shape[2])), hpmli_gru_pass(run, n),
          hpmli_gru_back(run, n));
@@ -12742,7 +12776,8 @@ HPMLI_FN double hpmli_flops_of(const hpml_node *n, bool back)
 HPML_API const hpml_backend *hpml_backend_cpu(void)
 {
     static const hpml_op_impl ops[HPML_OP_COUNT] = {
-#define HPMLI_CPU_IMPL(op, name) { hpmli_##name##_forward, HPMLI_TO_TRAIN(hpmli_##name##_backward) },
+#define HPMLI_CPU_IMPL(op, name) \
+        { HPMLI_IF_HAS(name, hpmli_##name##_forward), HPMLI_TO_TRAIN(HPMLI_IF_HAS(name, hpmli_##name##_backward)) },
         HPML_OPS(HPMLI_CPU_IMPL)
     };
     static const hpml_backend cpu = {
@@ -19242,29 +19277,30 @@ HPMLI_FN hpml_tensor *hpmli_record_huber(const hpmli_saved_node *n)
 }
 
 typedef struct hpmli_recorder {
-    hpml_op op;
-    int     least, most; /* numbers of sources that a node of this op can have */
-    hpml_tensor *(*record)(const hpmli_saved_node *n);
+    uint8_t op, least, most; /* hpml_op; numbers of sources that a node of this op can have */
+    hpml_tensor *(*record)(const hpmli_saved_node *n); /* NULL: the op is not in this build */
 } hpmli_recorder;
+#define HPMLI_RECORDER(OP, op, least, most, function) \
+    { HPML_OP_##OP, least, most, HPMLI_IF_HAS(op, hpmli_record_##function) }
 static const hpmli_recorder hpmli_recorders[] = {
-    { HPML_OP_ADD, 2, 2, hpmli_record_add }, { HPML_OP_SUB, 2, 2, hpmli_record_sub },
-    { HPML_OP_MUL, 2, 2, hpmli_record_mul }, { HPML_OP_DIV, 2, 2, hpmli_record_div },
-    { HPML_OP_SCALE, 1, 1, hpmli_record_scale }, { HPML_OP_ACTIVATION, 1, 1, hpmli_record_activation },
-    { HPML_OP_MATMUL, 2, 2, hpmli_record_matmul }, { HPML_OP_LINEAR, 3, 3, hpmli_record_linear },
-    { HPML_OP_CONV2D, 3, 3, hpmli_record_conv2d }, { HPML_OP_CONV_TRANSPOSE2D, 2, 2, hpmli_record_conv_transpose2d },
-    { HPML_OP_MAX_POOL2D, 1, 1, hpmli_record_pool }, { HPML_OP_AVG_POOL2D, 1, 1, hpmli_record_pool },
-    { HPML_OP_RESHAPE, 1, 1, hpmli_record_reshape }, { HPML_OP_PERMUTE, 1, 1, hpmli_record_permute },
-    { HPML_OP_SLICE, 1, 1, hpmli_record_slice }, { HPML_OP_CONCAT, 1, HPML_MAX_SRC, hpmli_record_concat },
-    { HPML_OP_SUM, 1, 1, hpmli_record_sum }, { HPML_OP_MAX, 1, 1, hpmli_record_max },
-    { HPML_OP_MAP, 1, 3, hpmli_record_map }, { HPML_OP_TAKE, 1, 2, hpmli_record_take },
-    { HPML_OP_MASK, 1, 1, hpmli_record_mask }, { HPML_OP_SOFTMAX, 1, 1, hpmli_record_softmax },
-    { HPML_OP_LOG_SOFTMAX, 1, 1, hpmli_record_softmax }, { HPML_OP_LAYERNORM, 3, 3, hpmli_record_norm },
-    { HPML_OP_RMSNORM, 3, 3, hpmli_record_norm }, { HPML_OP_BATCHNORM, 5, 5, hpmli_record_norm },
-    { HPML_OP_DROPOUT, 1, 1, hpmli_record_dropout }, { HPML_OP_EMBEDDING, 2, 2, hpmli_record_embedding },
-    { HPML_OP_ATTENTION, 1, 3, hpmli_record_attention }, { HPML_OP_ROTARY, 1, 2, hpmli_record_rotary },
-    { HPML_OP_LSTM, 4, 6, hpmli_record_lstm }, { HPML_OP_GRU, 5, 6, hpmli_record_gru },
-    { HPML_OP_CROSS_ENTROPY, 2, 2, hpmli_record_cross_entropy }, { HPML_OP_BCE_WITH_LOGITS, 2, 2, hpmli_record_bce },
-    { HPML_OP_MSE, 2, 2, hpmli_record_mse }, { HPML_OP_HUBER, 2, 2, hpmli_record_huber } };
+    HPMLI_RECORDER(ADD, add, 2, 2, add), HPMLI_RECORDER(SUB, sub, 2, 2, sub), HPMLI_RECORDER(MUL, mul, 2, 2, mul),
+    HPMLI_RECORDER(DIV, div, 2, 2, div), HPMLI_RECORDER(SCALE, scale, 1, 1, scale),
+    HPMLI_RECORDER(ACTIVATION, activation, 1, 1, activation), HPMLI_RECORDER(MATMUL, matmul, 2, 2, matmul),
+    HPMLI_RECORDER(LINEAR, linear, 3, 3, linear), HPMLI_RECORDER(CONV2D, conv2d, 3, 3, conv2d),
+    HPMLI_RECORDER(CONV_TRANSPOSE2D, conv_transpose2d, 2, 2, conv_transpose2d),
+    HPMLI_RECORDER(MAX_POOL2D, max_pool2d, 1, 1, pool), HPMLI_RECORDER(AVG_POOL2D, avg_pool2d, 1, 1, pool),
+    HPMLI_RECORDER(RESHAPE, reshape, 1, 1, reshape), HPMLI_RECORDER(PERMUTE, permute, 1, 1, permute),
+    HPMLI_RECORDER(SLICE, slice, 1, 1, slice), HPMLI_RECORDER(CONCAT, concat, 1, HPML_MAX_SRC, concat),
+    HPMLI_RECORDER(SUM, sum, 1, 1, sum), HPMLI_RECORDER(MAX, max, 1, 1, max), HPMLI_RECORDER(MAP, map, 1, 3, map),
+    HPMLI_RECORDER(TAKE, take, 1, 2, take), HPMLI_RECORDER(MASK, mask, 1, 1, mask),
+    HPMLI_RECORDER(SOFTMAX, softmax, 1, 1, softmax), HPMLI_RECORDER(LOG_SOFTMAX, log_softmax, 1, 1, softmax),
+    HPMLI_RECORDER(LAYERNORM, layernorm, 3, 3, norm), HPMLI_RECORDER(RMSNORM, rmsnorm, 3, 3, norm),
+    HPMLI_RECORDER(BATCHNORM, batchnorm, 5, 5, norm), HPMLI_RECORDER(DROPOUT, dropout, 1, 1, dropout),
+    HPMLI_RECORDER(EMBEDDING, embedding, 2, 2, embedding), HPMLI_RECORDER(ATTENTION, attention, 1, 3, attention),
+    HPMLI_RECORDER(ROTARY, rotary, 1, 2, rotary), HPMLI_RECORDER(LSTM, lstm, 4, 6, lstm),
+    HPMLI_RECORDER(GRU, gru, 5, 6, gru), HPMLI_RECORDER(CROSS_ENTROPY, cross_entropy, 2, 2, cross_entropy),
+    HPMLI_RECORDER(BCE_WITH_LOGITS, bce_with_logits, 2, 2, bce), HPMLI_RECORDER(MSE, mse, 2, 2, mse),
+    HPMLI_RECORDER(HUBER, huber, 2, 2, huber) };
 
 HPMLI_FN const hpmli_recorder *hpmli_recorder_of(hpml_op op) /* NULL: model files cannot have this op */
 {
@@ -19777,6 +19813,7 @@ HPMLI_FN bool hpmli_read_node(hpmli_model_reader *r)
     }
     if (r->j.bad || !op || n.rows < 0 || n.rows > INT32_MAX) return hpmli_model_wrong(r, "a node");
     const hpmli_recorder *by = hpmli_recorder_of(n.op);
+    if (by && !hpmli_has_op(r->ctx, n.op)) return false;
     if (!by)
         return hpmli_false(r->ctx, HPML_ERR_UNSUPPORTED, "\"%s\": the model has an op \"%s\", which this version of "
                            "hpml does not read; take a later one", r->path, op);
