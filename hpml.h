@@ -4050,15 +4050,11 @@ enum { HPMLI_LEFT_OUT = HPMLI_NO_IMAGES | HPMLI_NO_SEQUENCES | (HPMLI_TRAINS ? 0
 #define HPMLI_HAS(traits) (((traits) & HPMLI_LEFT_OUT) == 0)
 #define HPMLI_IF_HAS(op, function) (HPMLI_HAS(hpmli_##op##_traits) ? function : NULL)
 
-/* An entry of the table of ops; hpmli_op_of returns the entry of a node's op. */
-typedef struct hpmli_op_info {
-    unsigned (*needs)(const hpml_node *n);            /* HPMLI_NEED_* and HPMLI_INPLACE of this node */
-    unsigned traits;                                  /* HPMLI_OP_* flags */
-} hpmli_op_info;
-HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op); /* the table is defined behind all ops, in >>backend */
-HPMLI_FN const hpmli_op_info *hpmli_op_of(const hpml_node *n) { return hpmli_op_row(n->op); }
-HPMLI_FN double hpmli_flops_of(const hpml_node *n, bool back); /* operations of a pass of n */
-HPMLI_FN bool hpmli_has_trait(const hpml_node *n, unsigned trait) { return (hpmli_op_of(n)->traits & trait) != 0; }
+/* The columns of the table of ops, defined behind all ops, in >>backend. */
+HPMLI_FN unsigned hpmli_traits_of(hpml_op op);                 /* HPMLI_OP_* flags */
+HPMLI_FN unsigned hpmli_needs_of(const hpml_node *n);          /* HPMLI_NEED_* and HPMLI_INPLACE of this node */
+HPMLI_FN double   hpmli_flops_of(const hpml_node *n, bool back); /* operations of a pass of n */
+HPMLI_FN bool hpmli_has_trait(const hpml_node *n, unsigned trait) { return (hpmli_traits_of(n->op) & trait) != 0; }
 /* True if n is an op that the CPU computes, by products that pack matrices. */
 HPMLI_FN bool hpmli_packs(const hpml_node *n)
 {
@@ -4080,17 +4076,19 @@ HPMLI_FN bool hpmli_is_collective(const hpml_node *n)
 }
 HPML_API const char *hpml_op_name(hpml_op op)
 {
-    static const char names[][20] = { /* no pointers, which take space and a relocation each */
-#define HPMLI_OP_NAME(op, name) #name,
-        HPML_OPS(HPMLI_OP_NAME)
-    };
-    return op >= 0 && op < HPML_OP_COUNT ? names[op] : "?";
+    static const char names[] = /* one after another: pointers would take space and a relocation each */
+#define HPMLI_OP_NAME(op, name) #name "\0"
+        HPML_OPS(HPMLI_OP_NAME);
+    const char *name = names;
+    if (op < 0 || op >= HPML_OP_COUNT) return "?";
+    for (int i = 0; i < (int)op; i++) name += strlen(name) + 1;
+    return name;
 }
 
 /* True if `op` is in this build; else an error. */
 HPMLI_FN bool hpmli_has_op(hpml_ctx *ctx, hpml_op op)
 {
-    const unsigned traits = hpmli_op_row(op)->traits;
+    const unsigned traits = hpmli_traits_of(op);
     const char    *option = "HPML_NO_TRAINING";
     if (HPMLI_HAS(traits)) return true;
     if (traits & HPMLI_NO_IMAGES) option = "HPML_NO_CONVOLUTION";
@@ -4117,7 +4115,10 @@ HPMLI_FN double hpmli_flops_product(const hpml_node *n, bool back, int64_t inner
 /* Defines an op and its entry in the table of ops. traits, needs: HPMLI_OP_, HPMLI_NEED_ bits; flops: a number from `n`
    and `back` (backward); forward, backward: statements with `run` and `n`, which return a status on failure. */
 #define HPMLI_OP(name, traits, needs, flops, forward, backward)                                                        \
-    HPMLI_FN unsigned hpmli_##name##_needs(const hpml_node *n HPMLI_UNUSED) { return needs; }                          \
+    HPMLI_FN unsigned hpmli_##name##_needs(const hpml_node *n HPMLI_UNUSED)                                            \
+    {                                                                                                                  \
+        return HPMLI_TRAINS ? (needs) : (needs) & HPMLI_INPLACE; /* the other needs are those of backward passes */    \
+    }                                                                                                                  \
     HPMLI_FN double hpmli_##name##_flops(const hpml_node *n HPMLI_UNUSED, bool back HPMLI_UNUSED) { return flops; }    \
     HPMLI_FN hpml_status hpmli_##name##_forward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)                        \
     {                                                                                                                  \
@@ -4235,6 +4236,7 @@ HPMLI_FN bool hpmli_is_split(const hpml_tensor *t)
    t->sections if dim is the last split dimension of t, else 1. */
 HPMLI_FN int64_t hpmli_sections(const hpml_tensor *t, int dim)
 {
+    if (!HPMLI_TRAINS) return 1;
     for (int i = dim + 1; i < t->ndim; i++)
         if (t->split[i]) return 1;
     return t->split[dim] ? hpmli_max(t->sections, 1) : 1;
@@ -4286,7 +4288,7 @@ HPMLI_FN bool hpmli_split_refuse(const char *op, const hpml_tensor *x, int dim, 
 
 HPMLI_FN void hpmli_split_take(hpml_tensor *t, const int8_t *split, int32_t sections) /* t may be NULL */
 {
-    if (!t) return;
+    if (!HPMLI_TRAINS || !t) return;
     memcpy(t->split, split, sizeof t->split);
     t->sections = sections;
 }
@@ -4297,7 +4299,7 @@ HPMLI_FN void hpmli_split_take(hpml_tensor *t, const int8_t *split, int32_t sect
 HPMLI_FN bool hpmli_split_follow(hpml_node *n)
 {
     const hpml_tensor *x       = n->src[0];
-    const unsigned     traits  = hpmli_op_of(n)->traits;
+    const unsigned     traits  = hpmli_traits_of(n->op);
     const int          channel = x->layout == HPML_NHWC ? x->ndim - 1 : 1;
     const bool         trains  = n->src_count > 1 && n->src[1] && n->src[1]->needs_grad && !hpmli_is_split(n->src[1]);
     if (n->op == HPML_OP_CUSTOM && memcmp(n->out->shape, x->shape, sizeof x->shape) != 0) return true;
@@ -4325,7 +4327,7 @@ typedef struct hpmli_vocabulary {
 HPMLI_FN hpmli_vocabulary hpmli_vocabulary_of(const hpml_node *n, int64_t count)
 {
     hpmli_vocabulary v = { NULL, 0, count, count, 0, 0 };
-    if (n->op == HPML_OP_CUSTOM) return *(const hpmli_vocabulary *)n->attr.custom->user;
+    if (HPMLI_TRAINS && n->op == HPML_OP_CUSTOM) return *(const hpmli_vocabulary *)n->attr.custom->user;
     if (n->op != HPML_OP_CROSS_ENTROPY) return v;
     v.smoothing = n->attr.cross_entropy.smoothing;
     v.ignore    = n->attr.cross_entropy.ignore;
@@ -4404,7 +4406,7 @@ HPMLI_FN bool hpmli_split_pair(const char *op, hpml_tensor **src, int ndim, int8
    consist of whole sections. If x is not split along dim, changes nothing. False: an error. */
 HPMLI_FN bool hpmli_split_slice(const hpml_tensor *x, int dim, int64_t *start, int64_t *count, int64_t *sections)
 {
-    if (dim < 0 || dim >= x->ndim || !x->split[dim]) return true;
+    if (!HPMLI_TRAINS || dim < 0 || dim >= x->ndim || !x->split[dim]) return true;
     const int64_t size = hpml_ctx_group(x->ctx, (hpml_axis)x->split[dim])->size;
     const int64_t section = x->shape[dim] / hpmli_sections(x, dim) * size; /* a section's length in the whole */
     if (*start % section != 0 || *count % section != 0)
@@ -4419,8 +4421,8 @@ HPMLI_FN bool hpmli_split_slice(const hpml_tensor *x, int dim, int64_t *start, i
    split, the sections of both must have the same length, along other dimensions there must be as many sections. */
 HPMLI_FN bool hpmli_split_concat(const hpml_tensor *first, const hpml_tensor *x, int dim)
 {
-    bool fits = memcmp(first->split, x->split, sizeof x->split) == 0;
-    for (int d = 0; d < x->ndim && fits; d++) {
+    bool fits = !HPMLI_TRAINS || memcmp(first->split, x->split, sizeof x->split) == 0;
+    for (int d = 0; HPMLI_TRAINS && d < x->ndim && fits; d++) {
         int64_t a = hpmli_sections(first, d), b = hpmli_sections(x, d);
         fits = d == dim ? first->shape[d] * b == x->shape[d] * a : a == b;
         if (d == dim && !x->split[d]) fits = true;
@@ -4443,7 +4445,7 @@ HPMLI_FN bool hpmli_split_reshape(const hpml_tensor *x, int ndim, const int64_t 
     memcpy(part, whole, (size_t)ndim * sizeof *part);
     memset(split, 0, HPML_MAX_DIMS);
     *sections = 0;
-    for (int d = x->ndim - 1; d >= 0; later *= from[d--]) {
+    for (int d = x->ndim - 1; HPMLI_TRAINS && d >= 0; later *= from[d--]) {
         int64_t size = hpml_ctx_group(x->ctx, (hpml_axis)x->split[d])->size;
         int64_t run  = from[d] / size / hpmli_sections(x, d) * later, inner = 1;
         int     at   = ndim - 1;
@@ -4612,7 +4614,7 @@ HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_coun
 {
     hpml_ctx   *ctx   = src[0]->ctx;
     hpml_node  *none  = &ctx->spare;
-    unsigned    traits = hpmli_op_row(op)->traits;
+    unsigned    traits = hpmli_traits_of(op);
     hpml_dtype  dtype  = ndim > 0 ? hpmli_activation_dtype(ctx) : HPML_DTYPE_F32;
     hpml_layout layout = HPML_NCHW;
     none->out = NULL;
@@ -4753,7 +4755,7 @@ typedef struct hpmli_part {
 HPMLI_FN bool hpmli_part_shape(hpml_ctx *ctx, const char *name, const hpmli_part *part, int ndim, int64_t *shape)
 {
     const int64_t size = hpml_ctx_group(ctx, part->axis)->size, sections = hpmli_max(part->sections, 1);
-    if (part->axis == HPML_AXIS_DATA) return true;
+    if (!HPMLI_TRAINS || part->axis == HPML_AXIS_DATA) return true;
     if ((int)part->axis < 0 || part->axis >= HPML_AXES || part->axis == HPML_AXIS_PIPE || part->dim < 0 ||
         part->dim >= ndim || part->sections < 0)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\": %d sections of dimension %d split over the %s "
@@ -4773,7 +4775,7 @@ HPMLI_FN hpml_tensor *hpmli_param_shared(hpml_ctx *ctx, const char *name, int nd
                                          const hpmli_part *part)
 {
     hpml_tensor    *t    = hpml_param_find(ctx, name);
-    const bool      cut  = part->axis != HPML_AXIS_DATA && hpml_ctx_group(ctx, part->axis)->size > 1;
+    const bool      cut  = HPMLI_TRAINS && part->axis != HPML_AXIS_DATA && hpml_ctx_group(ctx, part->axis)->size > 1;
     const hpml_axis axis = cut ? part->axis : HPML_AXIS_DATA;
     bool            fits = t->ndim == ndim && t->param->axis == axis && (!cut || t->param->split_dim == part->dim);
     if (!ctx->shares)
@@ -4818,7 +4820,7 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
     t->param->stage      = -1;
     t->param->keep_count = -1;
     t->needs_grad        = true;
-    if (part->axis != HPML_AXIS_DATA && hpml_ctx_group(ctx, part->axis)->size > 1) {
+    if (HPMLI_TRAINS && part->axis != HPML_AXIS_DATA && hpml_ctx_group(ctx, part->axis)->size > 1) {
         t->param->axis      = part->axis;
         t->param->split_dim = part->dim;
         t->param->sections  = (int32_t)hpmli_max(part->sections, 1);
@@ -4953,6 +4955,26 @@ HPMLI_FN void hpmli_init_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
         else j->w[i] = (float)(j->scale * (j->normal ? (double)j->w[i] : 2 * (double)j->w[i] - 1));
 }
 
+/* Returns hpmli_init_job.scale for the first values of parameter t. */
+HPMLI_FN double hpmli_init_scale(const hpml_tensor *t)
+{
+    const double scale = (double)t->param->init_scale;
+    int64_t      whole[HPML_MAX_DIMS];
+    double fan_in = (double)hpml_param_whole(t, whole) / (double)whole[0], field = fan_in / (double)whole[1];
+    double fan_out = (double)whole[0] * field;
+    switch (t->param->init) {
+    case HPML_INIT_DEFAULT: case HPML_INIT_KAIMING_UNIFORM: return sqrt(6 / fan_in);
+    case HPML_INIT_KAIMING_NORMAL: return sqrt(2 / fan_in);
+    case HPML_INIT_XAVIER_UNIFORM: return sqrt(6 / (fan_in + fan_out));
+    case HPML_INIT_XAVIER_NORMAL: return sqrt(2 / (fan_in + fan_out));
+    case HPML_INIT_NORMAL: return scale > 0 ? scale : 0.02;
+    case HPML_INIT_UNIFORM: return scale > 0 ? scale : 0.1;
+    case HPML_INIT_ZEROS: return 0;
+    case HPML_INIT_ONES: return 1;
+    }
+    return scale;
+}
+
 HPMLI_FN void hpmli_init_values(hpml_ctx *ctx, const hpml_tensor *t, float *w)
 {
     const hpml_param *p = t->param;
@@ -4961,22 +4983,9 @@ HPMLI_FN void hpmli_init_values(hpml_ctx *ctx, const hpml_tensor *t, float *w)
         return;
     }
     hpmli_init_job    j = { ctx, t, w, hpml_tensor_count(t), HPMLI_STREAM_INIT + (uint64_t)p->index,
-                            (double)p->init_scale, true, false };
-    int64_t whole[HPML_MAX_DIMS];
-    double fan_in = (double)hpml_param_whole(t, whole) / (double)whole[0], field = fan_in / (double)whole[1];
-    double fan_out = (double)whole[0] * field;
-    switch (p->init) {
-    case HPML_INIT_DEFAULT: case HPML_INIT_KAIMING_UNIFORM: j.scale = sqrt(6 / fan_in); break;
-    case HPML_INIT_KAIMING_NORMAL: j.scale = sqrt(2 / fan_in); break;
-    case HPML_INIT_XAVIER_UNIFORM: j.scale = sqrt(6 / (fan_in + fan_out)); break;
-    case HPML_INIT_XAVIER_NORMAL: j.scale = sqrt(2 / (fan_in + fan_out)); break;
-    case HPML_INIT_NORMAL: j.scale = j.scale > 0 ? j.scale : 0.02; break;
-    case HPML_INIT_UNIFORM: j.scale = j.scale > 0 ? j.scale : 0.1; break;
-    case HPML_INIT_ZEROS: j.scale = 0; break;
-    case HPML_INIT_ONES: j.scale = 1; break;
-    }
+                            0, true, false };
+    j.scale  = HPMLI_TRAINS ? hpmli_init_scale(t) : p->init == HPML_INIT_ONES; /* without random numbers: 0 or 1 */
     j.drawn  = p->init != HPML_INIT_ZEROS && p->init != HPML_INIT_ONES;
-    if (!HPMLI_TRAINS && j.drawn) j.scale = 0; /* no random numbers in this build: 0 until values are loaded */
     j.normal = p->init == HPML_INIT_KAIMING_NORMAL || p->init == HPML_INIT_XAVIER_NORMAL || p->init == HPML_INIT_NORMAL;
     hpmli_parallel(ctx, (j.n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_init_task, &j);
 }
@@ -4995,7 +5004,7 @@ HPMLI_FN int64_t hpmli_param_floats(const hpml_tensor *p)
 HPMLI_FN int64_t hpmli_param_kept(const hpml_tensor *p, int level)
 {
     const int64_t align = HPML_GRADIENT_ALIGN;
-    if (p->param->shard < level) return hpmli_param_floats(p);
+    if (!HPMLI_TRAINS || p->param->shard < level) return hpmli_param_floats(p);
     return (p->param->keep_count + align - 1) / align * align;
 }
 
@@ -5004,7 +5013,7 @@ HPML_API int64_t hpml_param_whole(const hpml_tensor *t, int64_t *shape)
     int64_t count = t != NULL;
     for (int i = 0; i < HPML_MAX_DIMS; i++) {
         int64_t n = t ? t->shape[i] : 1;
-        if (t && t->split[i]) n *= hpml_ctx_group(t->ctx, (hpml_axis)t->split[i])->size;
+        if (HPMLI_TRAINS && t && t->split[i]) n *= hpml_ctx_group(t->ctx, (hpml_axis)t->split[i])->size;
         if (shape) shape[i] = n;
         count *= n;
     }
@@ -5015,7 +5024,7 @@ HPML_API void hpml_param_copy(const hpml_tensor *param, float *part, int64_t fir
                               bool to_whole)
 {
     hpmli_cut c = { hpml_tensor_count(param), 0, 1 };
-    if (param->param && param->param->axis != HPML_AXIS_DATA)
+    if (HPMLI_TRAINS && param->param && param->param->axis != HPML_AXIS_DATA)
         c = hpmli_cut_of(param, param->param->axis, param->param->split_dim, param->param->sections);
     hpmli_cut_copy(&c, whole, part, first, count, to_whole);
 }
@@ -5046,7 +5055,7 @@ HPMLI_FN hpml_status hpmli_params_place(hpml_ctx *ctx, float *memory, bool keep)
     if (w && !memory) memory = (float *)hpmli_device_alloc(ctx, (size_t)floats * sizeof(float));
     for (int i = 0; w && memory && i < 2 * count; i++) {
         hpml_tensor *t = ctx->params[first + i % count];
-        bool         whole = t->param->shard < 3;
+        bool         whole = !HPMLI_TRAINS || t->param->shard < 3;
         if (t->raw || t->state->kept || t->state->away || hpmli_trainable(t) != (i < count)) continue;
         if (whole) hpmli_set_memory(t, memory, t->raw_grad);
         else t->state->kept = memory;
@@ -5500,7 +5509,7 @@ HPMLI_FN bool hpmli_dz_is_done(const hpml_node *n) { return n->state->second && 
    (hpml_graph_halves): in the half that `move` denotes (BACKWARD: the first half, WEIGHTS: the second half). */
 HPMLI_FN unsigned hpmli_back_needs(const hpml_node *n, hpmli_move move)
 {
-    const unsigned needs = hpmli_op_of(n)->needs(n), late = n->state->late;
+    const unsigned needs = hpmli_needs_of(n), late = n->state->late;
     const unsigned makes = move == HPMLI_WEIGHTS ? late : ~late; /* the sources whose gradients this run computes */
     unsigned       reads = move == HPMLI_WEIGHTS ? 0 : HPMLI_NEED_OUT;
     if (!late || !hpmli_keeps_dz(n)) return needs;
@@ -5512,7 +5521,7 @@ HPMLI_FN unsigned hpmli_back_needs(const hpml_node *n, hpmli_move move)
 /* True if the backward pass of node n, or n itself when recomputed for backward, reads the value of node `of`. */
 HPMLI_FN bool hpmli_reads_late(const hpml_graph *g, const hpmli_list *p, hpml_node *n, const hpml_node *of)
 {
-    unsigned needs = hpmli_goes_back(g, n) ? hpmli_op_of(n)->needs(n) : 0;
+    unsigned needs = hpmli_goes_back(g, n) ? hpmli_needs_of(n) : 0;
     if (hpmli_base(p, n) == of && needs & HPMLI_NEED_OUT) return true;
     for (int j = 0; j < n->src_count; j++) {
         hpml_node *s    = hpmli_node_in(p, n->src[j]);
@@ -5869,7 +5878,7 @@ HPMLI_FN void hpmli_plan_roots(const hpmli_plan *pl)
         n->state->out_root[life] = n->out;
         if (!x || move == HPMLI_FETCH || hpmli_life_at(pl, x->out, k) != life) continue;
         const hpmli_use *u = hpmli_use_of(pl, x->out);
-        bool may     = (hpmli_op_of(n)->needs(n) & HPMLI_INPLACE) || n->state->folds == x;
+        bool may     = (hpmli_needs_of(n) & HPMLI_INPLACE) || n->state->folds == x;
         bool inplace = may && u->readers[life] == 1 && !x->state->kept &&
                        u->last[life] <= k && x->state->out_root[life] == x->out && x->out->dtype == n->out->dtype;
         if (inplace || hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) n->state->out_root[life] = x->state->out_root[life];
@@ -6284,9 +6293,9 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g)
         hpml_node *n = g->nodes[i];
         char       text[160];
         if (ctx->backend->plan) ctx->backend->plan(ctx->device, n);
-        snprintf(text, sizeof text, "%s backward", n->out->name);
-        g->back_names[i] = hpmli_strdup(ctx, text);
-        if (!g->back_names[i]) return false;
+        if (HPMLI_TRAINS) snprintf(text, sizeof text, "%s backward", n->out->name);
+        if (HPMLI_TRAINS) g->back_names[i] = hpmli_strdup(ctx, text);
+        if (HPMLI_TRAINS && !g->back_names[i]) return false;
         n->state->order = i;
         n->state->kept  = false;
     }
@@ -6648,7 +6657,7 @@ HPML_API hpml_status hpml_graph_budget(hpml_graph *g, size_t bytes, double ops_p
 HPMLI_FN float *hpmli_graph_place_grads(hpml_graph *g)
 {
     int64_t at = 0;
-    if (!g->loss || g->ctx->grads_of == g) return g->grads;
+    if (!HPMLI_TRAINS || !g->loss || g->ctx->grads_of == g) return g->grads;
     g->ctx->grads_of = g;
     for (int i = 0; i < g->ctx->param_count; i++) {
         hpml_tensor *p    = g->ctx->params[i];
@@ -7040,7 +7049,7 @@ HPMLI_FN hpml_status hpmli_node_op(hpml_graph *g, const hpml_run *run, hpml_node
     const hpml_op_impl *op    = &g->ctx->ops[n->op];
     bool                joins = hpmli_is_collective(n) || (run->sum && hpmli_has_trait(n, HPMLI_OP_JOINS_BATCH));
     bool                idle  = run->idle && !joins;
-    if (backward && (idle || g->batch_now < g->batch)) hpmli_zero_gradients(g, n);
+    if (HPMLI_TRAINS && backward && (idle || g->batch_now < g->batch)) hpmli_zero_gradients(g, n);
     if (idle && !backward) hpmli_zero_values(g, n->out);
     if (idle) return HPML_OK;
     return backward ? op->backward(run, n) : op->forward(run, n);
@@ -8436,11 +8445,14 @@ HPMLI_FN bool hpmli_layer_split(const char *op, const char *name, hpml_tensor **
                                 int32_t sections)
 {
     const hpml_tensor *t = *x;
+    if (!HPMLI_TRAINS) {
+        *split = HPML_SPLIT_NONE;
+        return true;
+    }
     if ((int)*split < 0 || *split > HPML_SPLIT_IN || sections < 0 || (sections > 1 && *split != HPML_SPLIT_OUT))
         return hpmli_false(t->ctx, HPML_ERR_ARGUMENT, "%s \"%s\": .split %d with %d sections; expected HPML_SPLIT_OUT, "
                            "or HPML_SPLIT_IN or NONE without sections", op, name ? name : "", (int)*split, sections);
     if (hpml_ctx_group(t->ctx, HPML_AXIS_TENSOR)->size == 1) *split = HPML_SPLIT_NONE;
-    if (!HPMLI_TRAINS) return true;
     if (*split == HPML_SPLIT_IN && t->split[dim] != HPML_AXIS_TENSOR)
         return hpmli_false(t->ctx, HPML_ERR_SHAPE, "%s \"%s\": .split is HPML_SPLIT_IN, and its input %s is %s; split "
                            "the layer before by HPML_SPLIT_OUT, or record hpml_group_split(x, HPML_AXIS_TENSOR, %d)",
@@ -8479,14 +8491,14 @@ HPMLI_FN bool hpmli_shared_fits(const char *op, const char *name, const hpml_ten
 {
     int64_t shape[HPML_MAX_DIMS];
     hpml_param_whole(w, shape);
-    hpml_axis axis = w->param ? w->param->axis : HPML_AXIS_DATA;
-    bool      fits = axis == part->axis && w->ndim == 2 && shape[0] == whole[0] && shape[1] == whole[1];
+    hpml_axis axis = HPMLI_TRAINS && w->param ? w->param->axis : HPML_AXIS_DATA;
+    bool      fits = (!HPMLI_TRAINS || axis == part->axis) && w->ndim == 2 && shape[0] == whole[0] && shape[1] == whole[1];
     if (fits && axis != HPML_AXIS_DATA)
         fits = w->param->split_dim == part->dim && w->param->sections == hpmli_max(part->sections, 1);
     if (fits) return true;
-    const bool  split = axis != HPML_AXIS_DATA || part->axis != HPML_AXIS_DATA;
+    const bool  split = HPMLI_TRAINS && (axis != HPML_AXIS_DATA || part->axis != HPML_AXIS_DATA);
     const char *want  = "";
-    if (part->axis != HPML_AXIS_DATA) want = part->dim ? " split along dimension 1" : " split along dimension 0";
+    if (HPMLI_TRAINS && part->axis != HPML_AXIS_DATA) want = part->dim ? " split along dimension 1" : " split along dimension 0";
     return hpmli_false(w->ctx, HPML_ERR_SHAPE, "%s \"%s\": the shared weight is %s%s%s, expected %s%s", op, name,
                        hpmli_describe(w), split ? ", " : "", split ? hpmli_split_text(w) : "",
                        hpmli_shape_text(w->ctx, 2, whole), want);
@@ -8506,7 +8518,7 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
     const int   last = x->ndim - 1;
     const char *name = hpmli_layer_name(x->ctx, d.name, "linear");
     if (!hpmli_layer_split("linear", name, &x, last, &d.split, d.sections)) return NULL;
-    const bool       in   = d.split == HPML_SPLIT_IN;
+    const bool       in   = HPMLI_TRAINS && d.split == HPML_SPLIT_IN;
     const hpml_axis  axis = d.split ? HPML_AXIS_TENSOR : HPML_AXIS_DATA;
     const hpmli_part rows = { axis, in, in ? x->sections : d.sections };
     const hpmli_part bias = { in ? HPML_AXIS_DATA : rows.axis, 0, rows.sections };
@@ -8527,8 +8539,8 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
     n->attr.act.slope = 0.01f;
     if (n->out && hpmli_act_reads_x(act)) n->saved_bytes = hpmli_tensor_bytes(n->out); /* saves x w^T + bias */
     hpmli_split_take(n->out, x->split, x->sections);
-    if (n->out) n->out->split[last] = (int8_t)bias.axis;
-    if (n->out && bias.axis) n->out->sections = bias.sections;
+    if (HPMLI_TRAINS && n->out) n->out->split[last] = (int8_t)bias.axis;
+    if (HPMLI_TRAINS && n->out && bias.axis) n->out->sections = bias.sections;
     return in ? hpmli_layer_sum(n->out, after, d.activation) : n->out;
 }
 
@@ -8712,8 +8724,8 @@ HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
     hpml_node *n = hpmli_node_create(HPML_OP_PERMUTE, NULL, 1, &x, x->ndim, shape);
     for (int i = 0; i < x->ndim; i++) n->attr.permute.dims[i] = dims[i];
     hpmli_node_batch(n, dims[0] == 0 ? x->batch_rows : 0);
-    for (int i = 0; i < x->ndim && n->out; i++) n->out->split[i] = x->split[dims[i]];
-    if (n->out) n->out->sections = x->sections;
+    for (int i = 0; HPMLI_TRAINS && i < x->ndim && n->out; i++) n->out->split[i] = x->split[dims[i]];
+    if (HPMLI_TRAINS && n->out) n->out->sections = x->sections;
     return n->out;
 }
 
@@ -8857,7 +8869,7 @@ HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
     n->attr.slice.dim = dim;
     if (dim == 0) hpmli_node_batch(n, 0);
     hpmli_split_take(n->out, x[0]->split, x[0]->sections);
-    if (n->out && x[0]->split[dim])
+    if (HPMLI_TRAINS && n->out && x[0]->split[dim])
         n->out->sections = (int32_t)(shape[dim] * hpmli_sections(x[0], dim) / x[0]->shape[dim]);
     return n->out;
 }
@@ -8882,7 +8894,7 @@ HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "sum of %s: no dimension %d", hpmli_describe(x), dim);
     memcpy(shape, x->shape, sizeof shape);
     if (dim >= 0) shape[dim] = 1;
-    for (int i = 0; i < x->ndim; i++) {
+    for (int i = 0; HPMLI_TRAINS && i < x->ndim; i++) {
         if (!x->split[i] || (dim >= 0 && dim != i)) continue;
         hpmli_split_refuse("sum", x, i, "each rank would have a part of it");
         return NULL;
@@ -9039,7 +9051,7 @@ HPMLI_FN hpml_tensor *hpmli_take_record(const char *op, hpml_tensor *x, int dim,
     if (dim < 0 || dim >= x->ndim || m < 1)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s of %s along dimension %d: no such dimension, or a result of %lld",
                           op, hpmli_describe(x), dim, (long long)m);
-    for (int i = 0; i < x->ndim; i++)
+    for (int i = 0; HPMLI_TRAINS && i < x->ndim; i++)
         if (x->split[i] && (i == dim || index)) {
             hpmli_split_refuse(op, x, i, "the op needs it whole");
             return NULL;
@@ -9171,7 +9183,7 @@ HPMLI_FN hpml_tensor *hpmli_max_record(hpml_tensor *x, int dim, bool index)
     if (!hpmli_recordable(1, &x)) return NULL;
     if (dim < 0 || dim >= x->ndim || x->shape[dim] > INT32_MAX)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "max of %s: no dimension %d", hpmli_describe(x), dim);
-    if (x->split[dim]) {
+    if (HPMLI_TRAINS && x->split[dim]) {
         hpmli_split_refuse("max", x, dim, "each rank would have a part of it");
         return NULL;
     }
@@ -9418,7 +9430,7 @@ HPMLI_FN bool hpmli_conv_choose(hpml_tensor *x, const int64_t *shape, hpml_attr 
 HPMLI_FN bool hpmli_conv_params(hpml_tensor *x, const char *name, int64_t out, const hpml_attr *a,
                                 const hpml_conv2d_desc *d, hpml_tensor **src)
 {
-    const bool       in   = d->split == HPML_SPLIT_IN;
+    const bool       in   = HPMLI_TRAINS && d->split == HPML_SPLIT_IN;
     const hpml_axis  axis = d->split ? HPML_AXIS_TENSOR : HPML_AXIS_DATA;
     const hpmli_part part = { axis, in, in ? x->sections : 1 };
     const hpmli_part rest = { in ? HPML_AXIS_DATA : part.axis, 0, 1 };
@@ -9473,10 +9485,10 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     hpmli_conv_attr(&a, &d);
     const int channels = x->layout == HPML_NHWC ? 3 : 1; /* the dimension of the channels */
     if (x->ndim == 4 && !hpmli_layer_split("conv2d", d.name, &x, channels, &d.split, 0)) return NULL;
-    const bool  in  = d.split == HPML_SPLIT_IN;
+    const bool  in  = HPMLI_TRAINS && d.split == HPML_SPLIT_IN;
     const char *why = hpmli_conv_check(x, out, &a);
-    if (!why && d.split && a.conv.groups != 1) why = "groups with .split; set one of them";
-    for (int i = 0; i < x->ndim && !why; i++)
+    if (HPMLI_TRAINS && !why && d.split && a.conv.groups != 1) why = "groups with .split; set one of them";
+    for (int i = 0; HPMLI_TRAINS && i < x->ndim && !why; i++)
         if (x->split[i] && !(in && i == channels)) why = "the input is split along another dimension than its channels";
     if (why)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "conv2d \"%s\": input %s, %lld outputs, kernel %dx%d, stride %dx%d, "
@@ -9495,7 +9507,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     n->attr          = a;
     n->scratch_bytes = bytes;
     if (in) return hpmli_conv_sum(n->out, bias, d.activation);
-    if (n->out && d.split) hpmli_split_set(n->out, channels, HPML_AXIS_TENSOR, 1);
+    if (HPMLI_TRAINS && n->out && d.split) hpmli_split_set(n->out, channels, HPML_AXIS_TENSOR, 1);
     return n->out;
 }
 
@@ -10372,7 +10384,7 @@ HPML_API hpml_tensor *hpml_conv_transpose2d(hpml_tensor *x, int64_t out, const h
         if (size[i] < 1 || extra[i] < 0 || extra[i] >= hpmli_max(stride, a.conv.dilation[i]))
             why = "the result would have no pixels, or extra_h or extra_w is not below stride or dilation";
     }
-    if (!why && (d.split || hpmli_is_split(x))) why = "a split is not supported; record hpml_group_gather first";
+    if (HPMLI_TRAINS && !why && (d.split || hpmli_is_split(x))) why = "a split is not supported; record hpml_group_gather first";
     if (!why) hpmli_image_shape(x, out, size[0], size[1], shape);
     if (!why) hpmli_set_shape(&y, 4, shape);
     if (!why) why = hpmli_conv_check(&y, hpmli_image(x, 0), &a);
@@ -11019,7 +11031,7 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
     const char *name = hpmli_layer_name(tokens->ctx, d.name, "embedding");
     bool        parts = HPMLI_TRAINS && d.split && hpml_ctx_group(tokens->ctx, HPML_AXIS_TENSOR)->size > 1;
     hpmli_part  part = { parts ? HPML_AXIS_TENSOR : HPML_AXIS_DATA, 0, 1 };
-    if ((int)d.split < 0 || d.split > HPML_SPLIT_OUT || (parts && d.sparse))
+    if (HPMLI_TRAINS && ((int)d.split < 0 || d.split > HPML_SPLIT_OUT || (parts && d.sparse)))
         return hpmli_null(tokens->ctx, HPML_ERR_UNSUPPORTED, "embedding \"%s\": .split %d%s; expected HPML_SPLIT_OUT, "
                           "by vocabulary, and then no .sparse", name ? name : "", (int)d.split,
                           d.sparse ? " with .sparse" : "");
@@ -11039,7 +11051,7 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
     hpml_custom own = HPMLI_ZEROED; /* the op that is recorded if ranks share the vocabulary */
     own.name     = "embedding";
     own.forward  = hpmli_embedding_pass;
-    own.backward = hpmli_embedding_back;
+    own.backward = HPMLI_TO_TRAIN(hpmli_embedding_back);
     own.keeps    = HPML_KEEP_SRC(0);
     own.ndim     = tokens->ndim + 1;
     memcpy(own.shape, tokens->shape, sizeof own.shape);
@@ -11113,13 +11125,13 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
     const int32_t size = hpml_ctx_group(qkv->ctx, (hpml_axis)qkv->split[2])->size; /* ranks that share the heads */
     const bool plain = d.kv_heads == d.heads && !d.cache;
     const bool fits = !qkv->split[2] || (plain && d.heads % size == 0 && hpmli_sections(qkv, 2) == 3);
-    if (!fits || qkv->split[0] || qkv->split[1])
+    if (HPMLI_TRAINS && (!fits || qkv->split[0] || qkv->split[1]))
         return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input %s is %s, with %d heads; expected a split along "
                           "dimension 2 alone in 3 sections (.sections of the linear layer before) and heads that "
                           "divide among the %d ranks, neither .kv_heads nor .cache", hpmli_describe(qkv),
                           hpmli_split_text(qkv), d.heads, size);
-    if (qkv->split[2]) d.heads /= size;
-    if (qkv->split[2]) d.kv_heads /= size;
+    if (HPMLI_TRAINS && qkv->split[2]) d.heads /= size;
+    if (HPMLI_TRAINS && qkv->split[2]) d.kv_heads /= size;
     if (d.heads < 1 || d.kv_heads < 1 || d.heads % d.kv_heads != 0 || qkv->ndim != 3 ||
         qkv->shape[2] % (d.heads + 2 * d.kv_heads) != 0)
         return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input is %s with %d heads and %d of keys, expected "
@@ -11341,7 +11353,7 @@ HPML_API hpml_tensor *hpml_rotary(hpml_tensor *x, const hpml_rotary_desc *desc)
     if (x->ndim != 3 || d.heads < 1 || C % d.heads != 0 || d.rotated < 0 || d.rotated > d.heads)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "rotary: x is %s with %d heads, %d of them rotated; expected "
                           "(B, T, heads D)", hpmli_describe(x), d.heads, d.rotated);
-    if (x->split[0] || x->split[1] || d.heads % size != 0 || (x->split[2] && d.rotated % section != 0))
+    if (HPMLI_TRAINS && (x->split[0] || x->split[1] || d.heads % size != 0 || (x->split[2] && d.rotated % section != 0)))
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "rotary: %s is %s, with %d heads, %d of them rotated; expected a "
                           "split along dimension 2 alone, in whole heads, and whole sections that are rotated",
                           hpmli_describe(x), hpmli_split_text(x), d.heads, d.rotated);
@@ -12143,7 +12155,7 @@ HPMLI_FN bool hpmli_one_array(const hpml_tensor *a, const hpml_tensor *b)
 HPMLI_FN void hpmli_wrap_open(hpmli_wrap *e, const hpml_ctx *ctx, const hpml_node *n, bool back, int64_t first,
                               int64_t samples, bool last, char *at)
 {
-    unsigned needs   = back ? hpmli_op_of(n)->needs(n) : HPMLI_NEED_OUT - 1; /* forward: the values of all sources */
+    unsigned needs   = back ? hpmli_needs_of(n) : HPMLI_NEED_OUT - 1; /* forward: the values of all sources */
     bool     product = hpmli_has_trait(n, HPMLI_OP_PRODUCT);
     memset(e, 0, offsetof(hpmli_wrap, t));
     e->node       = *n;
@@ -12756,13 +12768,22 @@ HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device HPMLI_UNUSED, hpml_ctx *ctx, h
 /* Takes the optimizer steps of `count` parameters; see >>optimizers. */
 static hpml_status hpmli_cpu_update(void *device, hpml_ctx *ctx, const hpml_update *updates, int count);
 
-HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op)
+HPMLI_FN unsigned hpmli_traits_of(hpml_op op)
 {
-    static const hpmli_op_info table[HPML_OP_COUNT] = {
-#define HPMLI_OP_ROW(op, name) { hpmli_##name##_needs, hpmli_##name##_traits },
-        HPML_OPS(HPMLI_OP_ROW)
+    static const unsigned table[HPML_OP_COUNT] = {
+#define HPMLI_OP_TRAITS(op, name) hpmli_##name##_traits,
+        HPML_OPS(HPMLI_OP_TRAITS)
     };
-    return &table[op];
+    return table[op];
+}
+HPMLI_FN unsigned hpmli_needs_of(const hpml_node *n)
+{
+    switch (n->op) {
+#define HPMLI_OP_NEEDS(op, name) case HPML_OP_##op: return hpmli_##name##_needs(n);
+        HPML_OPS(HPMLI_OP_NEEDS)
+    case HPML_OP_COUNT: break;
+    }
+    return 0;
 }
 HPMLI_FN double hpmli_flops_of(const hpml_node *n, bool back)
 {
@@ -18557,7 +18578,7 @@ HPMLI_FN char *hpmli_arrays_add(hpmli_arrays *a, hpmli_array of, int ndim, const
    is named "opt.<state>.<parameter>". */
 HPMLI_FN void hpmli_arrays_add_params(hpmli_arrays *a, hpml_array which, const hpmli_selection *chosen)
 {
-    const int k     = (int)which - HPML_ARRAY_STATE;
+    const int k     = HPMLI_TRAINS ? (int)which - HPML_ARRAY_STATE : -1;
     int       count = k < 0 ? a->ctx->param_count : a->trainer->graph->param_count; /* only the graph's have states */
     for (int i = chosen->first; i < count; i++) {
         if (chosen->only && !chosen->only[i]) continue;
@@ -21132,7 +21153,7 @@ HPMLI_KERNEL void HV(vaxpbypc)(float *y, float a, const float *x, float b, const
 HPMLI_VEC_INLINE void HV(lstm_prefetch)(const hpmli_lstm_cells *s, int64_t r)
 {
     const int64_t at = (r + 2) * s->T * s->H;
-    if (r + 2 >= s->rows) return;
+    if (HPMLI_SMALL || r + 2 >= s->rows) return;
     for (int64_t i = 0; i < s->units; i += 16) {
         for (int64_t gate = 0; gate < 4; gate++) __builtin_prefetch(s->gates + 4 * at + gate * s->H + i, 1);
         __builtin_prefetch(s->cells + (r + 2) * s->c_step + i, 1);
@@ -23485,8 +23506,8 @@ HPMLI_KERNEL void HV(conv_pairs)(const hpmli_conv_copy *d, float *even, float *o
 // ---------------------------------------------------------------------------------------------------------------------
 static const hpmli_kernels HV(kernels) = {
     HPMLI_ISA_NAME, HV_LANES, HV(act_forward), HPMLI_TO_TRAIN(HV(act_backward)), HV(vadd), HV(vsub), HV(vmul),
-    HV(vdiv), HV(vfill), HV(vaxpby), HV(vscale_add), HV(vcentred), HV(vaxpbypc), HV(vsum), HV(vdot), HV(vsum_wide),
-    HV(vdot_wide), HV(vmoments), HV(vmax), HV(vamax), HV(vexp_sum), HV(vsum_rows), HV(lstm_cells),
+    HV(vdiv), HV(vfill), HV(vaxpby), HV(vscale_add), HV(vcentred), HPMLI_TO_TRAIN(HV(vaxpbypc)), HV(vsum), HV(vdot), HV(vsum_wide),
+    HV(vdot_wide), HV(vmoments), HV(vmax), HV(vamax), HV(vexp_sum), HV(vsum_rows), HPMLI_IF_HAS(lstm, HV(lstm_cells)),
     HPMLI_TO_TRAIN(HV(lstm_cells_back)), HPMLI_TO_TRAIN(HV(opt_step)), HV(to_f32), HV(from_f32), HV(gemm_part),
     HPMLI_TO_BE_FAST(HV(gemm_sum)), HPMLI_HAS_BYTE_DOT, HPMLI_HAS_BF16_DOT, HPMLI_TO_BE_FAST(HV(words_part)),
     HPMLI_TO_TRAIN(HV(random)),
@@ -23497,7 +23518,7 @@ static const hpmli_kernels HV(kernels) = {
     HV(conv_to_nhwc), HPMLI_TO_BE_FAST(HV(conv_copy)), HPMLI_TO_BE_FAST(HV(conv_from_nhwc)),
     HPMLI_TO_BE_FAST(HV(conv_forward)), HPMLI_TO_BE_FAST(HV(conv_input_grad)),
     HPMLI_TO_TRAIN(HV(conv_weight_grad)), HPMLI_TO_TRAIN(HV(conv_unpack)), HPMLI_TO_BE_FAST(HV(conv_taps)),
-    HPMLI_TO_TRAIN(HV(conv_dots)), HPMLI_TO_BE_FAST(HV(conv_pairs)), HV(max_pool_row),
+    HPMLI_TO_TRAIN(HV(conv_dots)), HPMLI_TO_BE_FAST(HV(conv_pairs)), HPMLI_IF_HAS(max_pool2d, HV(max_pool_row)),
     HPMLI_TO_TRAIN(HV(max_pool_row_back)), HV(crc32c),
 };
 #undef HPMLI_ISA
