@@ -3307,7 +3307,7 @@ HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
 #endif
     ctx->byte_word = hpmli_cpu_has_byte_dot(ctx->k) ? HPMLI_WORD_BYTES : HPMLI_WORD_PAIR;
     ctx->bf16_word = hpmli_cpu_has_bf16_dot(ctx->k) ? HPMLI_WORD_BF16_DOT : HPMLI_WORD_BF16;
-    hpmli_gemm_blocks(ctx, hpmli_cache_bytes(2), hpmli_cache_bytes(3));
+    if (!HPMLI_SMALL) hpmli_gemm_blocks(ctx, hpmli_cache_bytes(2), hpmli_cache_bytes(3));
     hpml_dtype dtype = d->activation_dtype;
     if (dtype != HPML_DTYPE_F32 && dtype != HPML_DTYPE_BF16 && dtype != HPML_DTYPE_F16)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .activation_dtype is %s (%d), expected f32, bf16 or f16",
@@ -4013,13 +4013,13 @@ HPML_API hpml_status hpml_tensor_get_raw(const hpml_tensor *t, void *values, siz
 // ---------------------------------------------------------------------------------------------------------------------
 // >>op-table   the table of ops: a row for each, and the loops of which most passes consist
 // ---------------------------------------------------------------------------------------------------------------------
-/* Bits of hpmli_op_info.needs: values that a node's backward pass reads, so that the planner keeps them until then. */
+/* Bits of hpmli_needs_of: values that a node's backward pass reads, so that the planner keeps them until then. */
 #define HPMLI_NEED_SRC(i) HPML_KEEP_SRC(i)            /* the value of source i */
 #define HPMLI_NEED_OUT    HPML_KEEP_OUT               /* the value of the result */
 #define HPMLI_INPLACE     (1u << (HPML_MAX_SRC + 1))  /* no value: forward may write the result over source 0 */
 #define HPMLI_NEED_BOTH   (HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1))
 
-/* Traits of an op (hpmli_op_info.traits): what code outside the op's section has to know. */
+/* Traits of an op (hpmli_traits_of): what code outside the op's section has to know. */
 enum {
     HPMLI_OP_IS_ALIAS    = 1,   /* the result is in the memory of source 0, of any dtype; nothing is computed */
     HPMLI_OP_REORDERS    = 2,   /* the result's dimensions differ from the sources', so it has no image layout */
@@ -5784,7 +5784,7 @@ HPMLI_FN bool hpmli_part_list(hpml_graph *g, hpmli_list *p)
 // >>plan   from a recorded graph to a memory plan: how long each array is needed, and where
 // ---------------------------------------------------------------------------------------------------------------------
 /* The life of an array is the time from the entry of a part's list (a node's pass, or a swap) that writes it to the
-   last one that reads it; hpmli_op_info.needs says which values a node's backward pass reads. Arrays whose lives do not
+   last one that reads it; hpmli_needs_of says which values a node's backward pass reads. Arrays whose lives do not
    overlap may share memory: see >>place. Planning happens once, so that a step allocates nothing. Some results have no
    memory of their own: a reshape is in the memory of its source, and so is the result of an op that works in place on a
    source which no other op reads. out_root and grad_root of a node's state are the tensors at the end of such chains,
@@ -5845,7 +5845,7 @@ HPMLI_FN void hpmli_plan_values(const hpmli_plan *pl)
         const hpmli_entry *e    = &p->entries[k];
         const hpml_node   *n    = pl->g->nodes[e->node];
         bool               back = hpmli_is_back(e->move);
-        if (e->move >= HPMLI_OUT && e->move <= HPMLI_IN) {
+        if (HPMLI_TRAINS && e->move >= HPMLI_OUT && e->move <= HPMLI_IN) {
             if (n->state->relives) hpmli_use_note(pl, n->out, k, false);
             continue;
         }
@@ -5874,7 +5874,7 @@ HPMLI_FN void hpmli_plan_roots(const hpmli_plan *pl)
         int        life = hpmli_life_at(pl, n->out, k);
         hpmli_move move = p->entries[k].move;
         bool       again = (move == HPMLI_AGAIN || move == HPMLI_FETCH) && life == 1;
-        if (move != HPMLI_FORWARD && !again) continue;
+        if (HPMLI_TRAINS && move != HPMLI_FORWARD && !again) continue;
         n->state->out_root[life] = n->out;
         if (!x || move == HPMLI_FETCH || hpmli_life_at(pl, x->out, k) != life) continue;
         const hpmli_use *u = hpmli_use_of(pl, x->out);
@@ -5883,12 +5883,12 @@ HPMLI_FN void hpmli_plan_roots(const hpmli_plan *pl)
                        u->last[life] <= k && x->state->out_root[life] == x->out && x->out->dtype == n->out->dtype;
         if (inplace || hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) n->state->out_root[life] = x->state->out_root[life];
     }
-    for (int i = p->from; i < p->to; i++) { /* reshapes of results that are computed again */
+    for (int i = p->from; HPMLI_TRAINS && i < p->to; i++) { /* reshapes of results that are computed again */
         hpml_node *n = pl->g->nodes[i], *base = hpmli_base(p, n);
         if (base != n && base->state->relives) n->state->out_root[1] = base->state->out_root[1];
     }
     for (int i = p->to - 1; i >= p->from; i--) { /* a root lives as long as the results in its memory */
-        for (int life = 0; life < 2; life++) {
+        for (int life = 0; life < (HPMLI_TRAINS ? 2 : 1); life++) {
             const hpml_tensor *root = pl->g->nodes[i]->state->out_root[life];
             hpmli_use         *u = &pl->uses[i], *r = root ? hpmli_use_of(pl, root) : u;
             r->last[life] = hpmli_later(r->last[life], u->last[life]);
@@ -6032,7 +6032,7 @@ HPMLI_FN void hpmli_plan_grads(const hpmli_plan *pl)
 HPMLI_FN void hpmli_life_add(const hpmli_plan *pl, size_t bytes, int from, int to, void **place)
 {
     bool        held = from < pl->p->turn && to >= pl->p->turn; /* true: needed until the backward pass */
-    if (pl->g->halves && from < pl->p->late && to >= pl->p->late) held = true; /* or until that pass's second half */
+    if (HPMLI_TRAINS && pl->g->halves && from < pl->p->late && to >= pl->p->late) held = true; /* or until that pass's second half */
     hpmli_area *area = &pl->p->area[held || pl->g->slot_count == 1 ? HPMLI_HELD : HPMLI_PASSING];
     hpmli_life  life = { (bytes + 63) / 64 * 64, (size_t)area->count, from, to, place };
     area->lives[area->count++] = life;
@@ -6069,30 +6069,31 @@ HPMLI_FN void hpmli_plan_lives(const hpmli_plan *pl)
         size_t           bytes  = scalar ? HPMLI_SCALAR_BYTES : hpmli_tensor_bytes(n->out);
         size_t           saved  = n->saved_bytes > 0 ? hpmli_saved_bytes(pl, n) : 0;
         size_t           scratch = state->keeps ? state->kept_scratch : n->scratch_bytes;
+        bool             runs_again = HPMLI_TRAINS && state->again, swapped = HPMLI_TRAINS && state->swapped;
         int              fore   = state->at[HPMLI_FORWARD], again = state->at[HPMLI_AGAIN];
-        int              last   = state->again ? again : fore; /* time of the last pass that reads n->saved */
+        int              last   = runs_again ? again : fore; /* time of the last pass that reads n->saved */
         if (back) last = state->at[HPMLI_BACKWARD];
         if (hpmli_predicts_lean(g) && (state->folds || hpmli_has_trait(n, HPMLI_OP_KEEPS_SUM))) saved = 0;
-        if (!hpmli_keeps_dz(n)) last = hpmli_later(last, state->at[HPMLI_WEIGHTS]);
+        if (HPMLI_TRAINS && !hpmli_keeps_dz(n)) last = hpmli_later(last, state->at[HPMLI_WEIGHTS]);
         if (state->out_root[0] == n->out) hpmli_life_add(pl, bytes, scalar ? 0 : fore, u->last[0], &state->raw[0]);
-        if (state->out_root[1] == n->out) hpmli_life_add(pl, bytes, again, u->last[1], &state->raw[1]);
+        if (HPMLI_TRAINS && state->out_root[1] == n->out) hpmli_life_add(pl, bytes, again, u->last[1], &state->raw[1]);
         if (back && state->grad_root == n->out && (n->out == g->loss || u->grad_written))
             hpmli_life_add(pl, hpmli_tensor_bytes(n->out), n->out == g->loss ? p->turn - 1 : u->grad_first,
                            u->grad_last, &n->out->raw_grad);
-        if (saved > 0) hpmli_life_add(pl, saved, fore, state->again ? hpmli_later(fore, state->at[HPMLI_GONE]) : last,
+        if (saved > 0) hpmli_life_add(pl, saved, fore, runs_again ? hpmli_later(fore, state->at[HPMLI_GONE]) : last,
                                       &state->saved[0]);
-        if (saved > 0 && state->again) hpmli_life_add(pl, saved, again, last, &state->saved[1]);
-        state->copy_saved = state->swapped ? (saved + 63) / 64 * 64 : 0;
-        state->copy_bytes = state->copy_saved + (state->swapped && state->relives ? (bytes + 63) / 64 * 64 : 0);
+        if (saved > 0 && runs_again) hpmli_life_add(pl, saved, again, last, &state->saved[1]);
+        state->copy_saved = swapped ? (saved + 63) / 64 * 64 : 0;
+        state->copy_bytes = state->copy_saved + (swapped && state->relives ? (bytes + 63) / 64 * 64 : 0);
         if (scratch > g->scratch_bytes) g->scratch_bytes = (scratch + 63) / 64 * 64;
     }
     for (int i = 0; i < p->input_count; i++) {
         hpml_tensor *t    = p->inputs[i];
-        bool         grad = g->loss && t->needs_grad && (!t->node || hpmli_use_of(pl, t)->grad_written);
+        bool         grad = HPMLI_TRAINS && g->loss && t->needs_grad && (!t->node || hpmli_use_of(pl, t)->grad_written);
         if (!t->raw) hpmli_life_add(pl, hpmli_tensor_bytes(t), 0, pl->end, &t->raw);
         if (grad) hpmli_life_add(pl, hpmli_tensor_bytes(t), 0, pl->end, &t->raw_grad);
     }
-    if (g->loss && g->loss->node && !hpmli_node_in(p, g->loss))
+    if (HPMLI_TRAINS && g->loss && g->loss->node && !hpmli_node_in(p, g->loss))
         hpmli_life_add(pl, HPMLI_SCALAR_BYTES, 0, pl->end, &g->loss->raw);
 }
 
@@ -6190,12 +6191,12 @@ HPMLI_FN void hpmli_graph_sum(hpml_graph *g)
         at += g->parts[s->part].area[HPMLI_HELD].bytes;
     }
     g->grad_count = 0;
-    for (int i = 0; i < g->param_count; i++)
+    for (int i = 0; HPMLI_TRAINS && i < g->param_count; i++)
         if (g->loss && g->param_last[i] >= 0) g->grad_count += hpmli_param_floats(g->ctx->params[i]);
     m->activations = at;
     m->host        = 0;
     m->extra       = 0;
-    for (const hpmli_list *p = g->parts; p < g->parts + g->part_count; p++) {
+    for (const hpmli_list *p = g->parts; HPMLI_TRAINS && p < g->parts + g->part_count; p++) {
         for (int k = 0; k < p->entry_count; k++) m->extra += hpmli_entry_cost(g, &p->entries[k]);
         for (int i = p->from; i < p->to; i++) m->host += g->nodes[i]->state->copy_bytes * (size_t)p->slot_count;
     }
@@ -6301,7 +6302,7 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g)
     }
     for (int i = 0; i < g->output_count; i++)
         if (g->outputs[i]->node) g->outputs[i]->node->state->kept = true;
-    if (g->loss && g->loss->node) g->loss->node->state->kept = true;
+    if (HPMLI_TRAINS && g->loss && g->loss->node) g->loss->node->state->kept = true;
     for (int i = 0; i < g->count && (g->predicts || g->keep_packed) && hpmli_can_keep(g); i++)
         if (HPMLI_HAS(HPMLI_OP_IMAGES) && g->nodes[i]->op == HPML_OP_CONV2D) hpmli_conv_keeps(g, g->nodes[i]);
     return hpmli_part_add(g, 0, g->count, g->batch, 1) && hpmli_graph_plan_parts(g);
@@ -6683,7 +6684,8 @@ HPMLI_FN size_t hpmli_graph_kept(const hpml_graph *g, int level)
    place from the forward pass on; 1: its place after n ran again or the value was swapped in. */
 HPMLI_FN void hpmli_value_point(hpml_node *n, int life)
 {
-    const hpml_tensor *root = n->state->out_root[life], *grad = n->state->grad_root ? n->state->grad_root : n->out;
+    const hpml_tensor *root = n->state->out_root[life], *grad = n->out;
+    if (HPMLI_TRAINS && n->state->grad_root) grad = n->state->grad_root;
     hpmli_set_memory(n->out, root->node->state->raw[life], grad->raw_grad);
 }
 
@@ -6718,7 +6720,7 @@ HPMLI_FN void hpmli_graph_point(hpml_graph *g)
         if (n->state->kept_bytes > 0)
             n->state->kept_memory = (float *)(g->arena + g->memory.activations + g->scratch_bytes + n->state->kept_at);
     }
-    if (g->loss && !hpmli_node_in(p, g->loss)) hpmli_set_memory(g->loss, g->loss->raw, NULL);
+    if (HPMLI_TRAINS && g->loss && !hpmli_node_in(p, g->loss)) hpmli_set_memory(g->loss, g->loss->raw, NULL);
 }
 
 /* Checks, before the graph's memory is allocated, that each input which g shares with another graph has memory for the
@@ -6757,7 +6759,7 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
     if (g->side > 0 && !hpmli_gemm_reserve(ctx, g->side, 0)) return ctx->status;
     const size_t bytes = g->memory.activations + g->scratch_bytes + g->memory.packed + 64;
     g->arena = (char *)(g->memory.packed > 0 ? hpmli_cpu_zeroed(ctx, bytes, true) : hpmli_device_alloc(ctx, bytes));
-    if (g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, hpmli_graph_kept(g, 2));
+    if (HPMLI_TRAINS && g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, hpmli_graph_kept(g, 2));
     if (ctx->status != HPML_OK) return ctx->status;
     for (const hpmli_list *p = g->parts; p < g->parts + g->part_count; p++) {
         for (int a = 0; a < HPMLI_AREAS; a++) /* a leaf keeps the memory that another graph gave it */
@@ -6766,13 +6768,13 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
         for (int i = 0; i < p->input_count && g->cut; i++)
             if (!p->inputs[i]->raw) p->inputs[i]->state->samples = p->rows;
     }
-    char *copies = g->memory.host > 0 ? (char *)hpmli_alloc(ctx, g->memory.host) : NULL;
+    char *copies = HPMLI_TRAINS && g->memory.host > 0 ? (char *)hpmli_alloc(ctx, g->memory.host) : NULL;
     for (const hpmli_list *p = g->parts; p < g->parts + g->part_count && copies; p++)
         for (int i = p->from; i < p->to; i++) {
             g->nodes[i]->state->copy = copies;
             copies += g->nodes[i]->state->copy_bytes * (size_t)p->slot_count;
         }
-    hpmli_copier_open(g);
+    if (HPMLI_TRAINS) hpmli_copier_open(g);
     hpmli_graph_place_grads(g);
     hpmli_graph_point(g);
     if (g->cut) hpml_graph_set_batch(g, g->slots[0].samples);
@@ -7048,7 +7050,7 @@ HPMLI_FN hpml_status hpmli_node_op(hpml_graph *g, const hpml_run *run, hpml_node
 {
     const hpml_op_impl *op    = &g->ctx->ops[n->op];
     bool                joins = hpmli_is_collective(n) || (run->sum && hpmli_has_trait(n, HPMLI_OP_JOINS_BATCH));
-    bool                idle  = run->idle && !joins;
+    bool                idle  = HPMLI_TRAINS && run->idle && !joins;
     if (HPMLI_TRAINS && backward && (idle || g->batch_now < g->batch)) hpmli_zero_gradients(g, n);
     if (idle && !backward) hpmli_zero_values(g, n->out);
     if (idle) return HPML_OK;
@@ -7112,7 +7114,7 @@ HPMLI_FN hpml_status hpmli_run_sum(void *graph, double *values, int64_t n)
 HPMLI_FN hpml_run hpmli_run_of(hpml_graph *g, bool train, uint64_t step, float scale)
 {
     hpml_run run = { g->ctx, train, step, scale, (uint64_t)g->first_sample, g->idle,
-                     g->any.sum ? hpmli_run_sum : NULL, g, false };
+                     HPMLI_TRAINS && g->any.sum ? hpmli_run_sum : NULL, g, false };
     g->at.pass = train ? HPML_PASS_FORWARD : HPML_PASS_EVALUATE;
     return run;
 }
@@ -7247,9 +7249,9 @@ HPMLI_FN hpml_status hpmli_run_recorded(hpml_graph *g, const hpml_run *run, cons
    the backward pass (computed again or swapped in) back to their place in the forward pass. */
 HPMLI_FN void hpmli_forward_begin(hpml_graph *g, const hpmli_list *p)
 {
-    for (int i = 0; i < p->input_count && g->idle; i++)
+    for (int i = 0; HPMLI_TRAINS && i < p->input_count && g->idle; i++)
         if (p->inputs[i]->batch_rows) hpmli_zero_values(g, p->inputs[i]);
-    for (int i = p->from; i < p->to; i++) {
+    for (int i = p->from; HPMLI_TRAINS && i < p->to; i++) {
         hpml_node *n = g->nodes[i];
         if (hpmli_base(p, n)->state->relives) hpmli_value_point(n, 0);
         if (n->state->again) n->saved = n->state->saved[0];
@@ -7265,18 +7267,18 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
     const hpmli_list *p       = hpmli_part_now(g);
     const hpml_hooks *h       = &g->any;
     bool              timed   = g->profile || g->ctx->trace;
-    bool              single  = timed || h->need || h->release || h->sum; /* run nodes singly */
-    bool              rare    = g->idle || g->no_targets || g->memory.host > 0;
+    bool              single  = timed || (HPMLI_TRAINS && (h->need || h->release || h->sum)); /* run nodes singly */
+    bool              rare    = HPMLI_TRAINS && (g->idle || g->no_targets || g->memory.host > 0);
     bool              replays = g->ctx->backend->begin && !single && !rare && !g->unreplayable && !g->collective;
-    bool              hooks   = backward && h->grad && g->last;
+    bool              hooks   = HPMLI_TRAINS && backward && h->grad && g->last;
     int               start   = backward ? p->turn : 0;
     int               count   = backward ? p->entry_count - p->turn : p->turn;
     int               first   = half == HPML_HALF_WEIGHTS ? p->late - p->turn : 0;
     int               piece   = 1; /* number of entries */
     hpml_status       status  = HPML_OK;
     hpml_pass         pass;
-    if (half == HPML_HALF_INPUTS) count = p->late - p->turn;
-    if (half == HPML_HALF_WEIGHTS) hpmli_entries_point(g, p, p->turn, p->late); /* other slots may have run since */
+    if (HPMLI_TRAINS && half == HPML_HALF_INPUTS) count = p->late - p->turn;
+    if (HPMLI_TRAINS && half == HPML_HALF_WEIGHTS) hpmli_entries_point(g, p, p->turn, p->late); /* other slots may have run since */
     if (replays) piece = (int)hpmli_max(HPMLI_PIECES_OF_PASS, (count - 1) / HPMLI_PIECES_OF_PASS + 1);
     if (replays && !hooks) piece = count;
     memset(&pass, 0, sizeof pass); /* padding, too, because passes are compared byte by byte */
@@ -9340,6 +9342,10 @@ HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
     c.x_pixel = c.nhwc ? c.groups * c.C : 1;
     c.y_pixel = c.nhwc ? c.groups * c.OC : 1;
     c.taps    = (int64_t)a->conv.kernel[0] * a->conv.kernel[1];
+    c.act     = a->conv.act;
+    c.weights = n->src[1] ? n->src[1]->data : NULL;
+    c.bias    = n->src[2] ? n->src[2]->data : NULL;
+    if (HPMLI_SMALL) return c;
     c.x_pitch = (c.W + 2 * a->conv.padding[1]) * c.C;
     c.x_first = a->conv.padding[0] * c.x_pitch + a->conv.padding[1] * c.C;
     /* Kernels read and write whole tiles of pixels, so unused memory is allocated behind the padded image of x and
@@ -9353,10 +9359,6 @@ HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
     c.run_floats   = c.taps * c.C / (c.runs[0] * c.runs[1]);
     c.run_step[0]  = a->conv.dilation[0] * c.x_pitch;
     c.run_step[1]  = a->conv.dilation[1] * c.C;
-    c.act          = a->conv.act;
-    c.weights      = n->src[1] ? n->src[1]->data : NULL;
-    c.bias         = n->src[2] ? n->src[2]->data : NULL;
-    if (HPMLI_SMALL) return c;
     hpmli_conv_grids(&c, n);
     if (n->state && n->state->keeps) hpmli_conv_expands(&c);
     if (!c.by_grids) hpmli_conv_scratch(&c, n);
@@ -10623,6 +10625,7 @@ typedef struct hpmli_centre { float mean, rstd, rest; } hpmli_centre;
    (NULL without affine), running mean, running variance. */
 HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *desc, hpml_op op)
 {
+    static const char names[4][16] = { "weight", "bias", "running_mean", "running_var" };
     const bool     batch = HPMLI_HAS(HPMLI_OP_IMAGES) && op == HPML_OP_BATCHNORM;
     hpml_norm_desc d;
     hpml_tensor   *src[5] = { x, NULL, NULL, NULL, NULL };
@@ -10645,11 +10648,11 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
     int64_t     whole[HPML_MAX_DIMS], *c = &whole[batch ? 1 : x->ndim - 1]; /* *c: channels (features) of the whole x */
     hpmli_part  part = { batch ? (hpml_axis)x->split[1] : HPML_AXIS_DATA, 0, x->sections };
     hpml_param_whole(x, whole);
-    if (!d.no_affine) src[1] = hpmli_layer_part(x->ctx, name, "weight", HPML_INIT_ONES, 0, 1, c, &part);
-    if (!d.no_affine && op != HPML_OP_RMSNORM)
-        src[2] = hpmli_layer_part(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, c, &part);
-    if (batch) src[3] = hpmli_layer_part(x->ctx, name, "running_mean", HPML_INIT_ZEROS, 0, 1, c, &part);
-    if (batch) src[4] = hpmli_layer_part(x->ctx, name, "running_var", HPML_INIT_ONES, 0, 1, c, &part);
+    for (int i = 1; i < (batch ? 5 : 3); i++) {
+        if (i < 3 && (d.no_affine || (i == 2 && op == HPML_OP_RMSNORM))) continue;
+        const hpml_init init = i == 1 || i == 4 ? HPML_INIT_ONES : HPML_INIT_ZEROS;
+        src[i] = hpmli_layer_part(x->ctx, name, names[i - 1], init, 0, 1, c, &part);
+    }
     for (int i = 3; i < 5 && src[i]; i++) {
         src[i]->param->buffer = true;
         src[i]->needs_grad    = false;
@@ -11021,7 +11024,7 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
                                      const hpml_embedding_desc *desc)
 {
     hpml_embedding_desc d;
-    int64_t             table[2];
+    int64_t             table[2], shape[HPML_MAX_DIMS];
     hpml_tensor        *src[2];
     if (!hpmli_recordable(1, &tokens) || !HPMLI_COPY_DESC(tokens->ctx, "embedding", d, desc)) return NULL;
     if (tokens->dtype != HPML_DTYPE_I32 || tokens->ndim >= HPML_MAX_DIMS || vocabulary < 1 || width < 1)
@@ -11048,15 +11051,16 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
                           "the table is %s on the backend \"%s\"; leave it false", name, hpmli_describe(src[1]),
                           tokens->ctx->backend->name);
     if (d.sparse && !hpmli_rows_create(src[1])) return NULL;
-    hpml_custom own = HPMLI_ZEROED; /* the op that is recorded if ranks share the vocabulary */
+    memcpy(shape, tokens->shape, sizeof shape);
+    shape[tokens->ndim] = width;
+    if (!parts) return hpmli_node_create(HPML_OP_EMBEDDING, name, 2, src, tokens->ndim + 1, shape)->out;
+    hpml_custom own = HPMLI_ZEROED; /* ranks share the vocabulary */
     own.name     = "embedding";
     own.forward  = hpmli_embedding_pass;
-    own.backward = HPMLI_TO_TRAIN(hpmli_embedding_back);
+    own.backward = hpmli_embedding_back;
     own.keeps    = HPML_KEEP_SRC(0);
     own.ndim     = tokens->ndim + 1;
-    memcpy(own.shape, tokens->shape, sizeof own.shape);
-    own.shape[tokens->ndim] = width;
-    if (!parts) return hpmli_node_create(HPML_OP_EMBEDDING, name, 2, src, own.ndim, own.shape)->out;
+    memcpy(own.shape, shape, sizeof own.shape);
     hpml_tensor *y = hpmli_vocabulary_op(src, &own, src[1]->shape[0], 0, 0);
     if (y) y->name = name;
     hpmli_split_take(y, tokens->split, tokens->sections);
@@ -21073,6 +21077,14 @@ HPMLI_VEC_INLINE HV(f32) HV(silu_derivative)(HV(f32) x)
 HPMLI_KERNEL void HV(act_forward)(hpml_act act, float slope, float *to, const float *from, int64_t n)
 {
     HV(f32) s = HV(set1)(slope);
+#if HPMLI_SMALL /* one loop for all functions */
+#define HPMLI_ACT_CASE(name, f, df) case HPML_ACT_##name: y = f; break;
+    HV_LOOP(n) {
+        HV(f32) x = HV(load_upto)(from + i, c), y = x;
+        switch (act) { HPMLI_ACTS(HPMLI_ACT_CASE) }
+        HV(store_upto)(to + i, y, c);
+    }
+#else
     switch (act) {
 #define HPMLI_ACT_CASE(name, f, df)                                                                                    \
     case HPML_ACT_##name:                                                                                              \
@@ -21083,6 +21095,7 @@ HPMLI_KERNEL void HV(act_forward)(hpml_act act, float slope, float *to, const fl
         break;
         HPMLI_ACTS(HPMLI_ACT_CASE)
     }
+#endif
 }
 
 HPMLI_KERNEL void HV(act_backward)(hpml_act act, float slope, float *dx, const float *dy, const float *xs,
