@@ -2833,9 +2833,12 @@ HPMLI_FN void hpmli_text_add(hpmli_text_buffer *t, const char *format, ...)
 HPMLI_FN bool hpmli_failed(const hpml_ctx *ctx) { return !ctx || ctx->status != HPML_OK; }
 
 /* True if the guards _begin and _end of desc d are 0, as after zeroing; else an error that names `what`, and false. */
-#define HPMLI_DESC_OK(ctx, what, d)                                                                                    \
-    (((d)->_begin == 0 && (d)->_end == 0) ||                                                                           \
-     hpmli_false(ctx, HPML_ERR_ARGUMENT, what " desc: canary is not zero; zero the struct before you set fields"))
+#define HPMLI_DESC_OK(ctx, what, d) hpmli_desc_ok(ctx, what, (d)->_begin | (d)->_end)
+HPMLI_FN bool hpmli_desc_ok(hpml_ctx *ctx, const char *what, uint32_t guards)
+{
+    return guards == 0 || hpmli_false(ctx, HPML_ERR_ARGUMENT, "%s desc: canary is not zero; zero the struct before you "
+                                      "set fields", what);
+}
 
 /* Copies *desc to d (zeros if desc is NULL). True if d's first and last fields, _begin and _end, are 0; else
    false, with an error, because the caller did not zero the struct before setting its fields. */
@@ -12369,10 +12372,10 @@ HPMLI_FN const hpml_op_impl *hpmli_wrap_ops(void)
 HPMLI_FN hpml_status hpmli_custom_call(const hpml_run *run, hpml_node *n, bool back)
 {
     const hpml_custom *d = n->attr.custom;
-    for (int i = 0; i < n->src_count && back; i++)
+    for (int i = 0; HPMLI_TRAINS && i < n->src_count && back; i++)
         if (n->src[i]->grad && !n->accumulate[i])
             run->ctx->k->vfill(n->src[i]->grad, 0, hpml_tensor_count(n->src[i]));
-    hpml_status status = back ? d->backward(run, n) : d->forward(run, n);
+    hpml_status status = HPMLI_TRAINS && back ? d->backward(run, n) : d->forward(run, n);
     if (status != HPML_OK && run->ctx->status == HPML_OK)
         hpmli_fail(run->ctx, status, "%s \"%s\": its %s returned: %s", d->name, n->out->name,
                    back ? "backward" : "forward", hpml_status_string(status));
