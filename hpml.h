@@ -6035,7 +6035,8 @@ HPMLI_FN void hpmli_plan_grads(const hpmli_plan *pl)
 HPMLI_FN void hpmli_life_add(const hpmli_plan *pl, size_t bytes, int from, int to, void **place)
 {
     bool        held = from < pl->p->turn && to >= pl->p->turn; /* true: needed until the backward pass */
-    if (HPMLI_TRAINS && pl->g->halves && from < pl->p->late && to >= pl->p->late) held = true; /* or until that pass's second half */
+    if (HPMLI_TRAINS && pl->g->halves && from < pl->p->late && to >= pl->p->late)
+        held = true; /* or until that pass's second half */
     hpmli_area *area = &pl->p->area[held || pl->g->slot_count == 1 ? HPMLI_HELD : HPMLI_PASSING];
     hpmli_life  life = { (bytes + 63) / 64 * 64, (size_t)area->count, from, to, place };
     area->lives[area->count++] = life;
@@ -6762,7 +6763,8 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
     if (g->side > 0 && !hpmli_gemm_reserve(ctx, g->side, 0)) return ctx->status;
     const size_t bytes = g->memory.activations + g->scratch_bytes + g->memory.packed + 64;
     g->arena = (char *)(g->memory.packed > 0 ? hpmli_cpu_zeroed(ctx, bytes, true) : hpmli_device_alloc(ctx, bytes));
-    if (HPMLI_TRAINS && g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, hpmli_graph_kept(g, 2));
+    if (HPMLI_TRAINS && g->arena && g->grad_count > 0)
+        g->grads = (float *)hpmli_device_alloc(ctx, hpmli_graph_kept(g, 2));
     if (ctx->status != HPML_OK) return ctx->status;
     for (const hpmli_list *p = g->parts; p < g->parts + g->part_count; p++) {
         for (int a = 0; a < HPMLI_AREAS; a++) /* a leaf keeps the memory that another graph gave it */
@@ -7281,7 +7283,8 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
     hpml_status       status  = HPML_OK;
     hpml_pass         pass;
     if (HPMLI_TRAINS && half == HPML_HALF_INPUTS) count = p->late - p->turn;
-    if (HPMLI_TRAINS && half == HPML_HALF_WEIGHTS) hpmli_entries_point(g, p, p->turn, p->late); /* other slots may have run since */
+    if (HPMLI_TRAINS && half == HPML_HALF_WEIGHTS)
+        hpmli_entries_point(g, p, p->turn, p->late); /* other slots may have run since */
     if (replays) piece = (int)hpmli_max(HPMLI_PIECES_OF_PASS, (count - 1) / HPMLI_PIECES_OF_PASS + 1);
     if (replays && !hooks) piece = count;
     memset(&pass, 0, sizeof pass); /* padding, too, because passes are compared byte by byte */
@@ -8497,13 +8500,15 @@ HPMLI_FN bool hpmli_shared_fits(const char *op, const char *name, const hpml_ten
     int64_t shape[HPML_MAX_DIMS];
     hpml_param_whole(w, shape);
     hpml_axis axis = HPMLI_TRAINS && w->param ? w->param->axis : HPML_AXIS_DATA;
-    bool      fits = (!HPMLI_TRAINS || axis == part->axis) && w->ndim == 2 && shape[0] == whole[0] && shape[1] == whole[1];
+    bool      fits = w->ndim == 2 && shape[0] == whole[0] && shape[1] == whole[1];
+    if (HPMLI_TRAINS && axis != part->axis) fits = false;
     if (fits && axis != HPML_AXIS_DATA)
         fits = w->param->split_dim == part->dim && w->param->sections == hpmli_max(part->sections, 1);
     if (fits) return true;
     const bool  split = HPMLI_TRAINS && (axis != HPML_AXIS_DATA || part->axis != HPML_AXIS_DATA);
     const char *want  = "";
-    if (HPMLI_TRAINS && part->axis != HPML_AXIS_DATA) want = part->dim ? " split along dimension 1" : " split along dimension 0";
+    if (HPMLI_TRAINS && part->axis != HPML_AXIS_DATA)
+        want = part->dim ? " split along dimension 1" : " split along dimension 0";
     return hpmli_false(w->ctx, HPML_ERR_SHAPE, "%s \"%s\": the shared weight is %s%s%s, expected %s%s", op, name,
                        hpmli_describe(w), split ? ", " : "", split ? hpmli_split_text(w) : "",
                        hpmli_shape_text(w->ctx, 2, whole), want);
@@ -10389,7 +10394,8 @@ HPML_API hpml_tensor *hpml_conv_transpose2d(hpml_tensor *x, int64_t out, const h
         if (size[i] < 1 || extra[i] < 0 || extra[i] >= hpmli_max(stride, a.conv.dilation[i]))
             why = "the result would have no pixels, or extra_h or extra_w is not below stride or dilation";
     }
-    if (HPMLI_TRAINS && !why && (d.split || hpmli_is_split(x))) why = "a split is not supported; record hpml_group_gather first";
+    if (HPMLI_TRAINS && !why && (d.split || hpmli_is_split(x)))
+        why = "a split is not supported; record hpml_group_gather first";
     if (!why) hpmli_image_shape(x, out, size[0], size[1], shape);
     if (!why) hpmli_set_shape(&y, 4, shape);
     if (!why) why = hpmli_conv_check(&y, hpmli_image(x, 0), &a);
@@ -11360,7 +11366,8 @@ HPML_API hpml_tensor *hpml_rotary(hpml_tensor *x, const hpml_rotary_desc *desc)
     if (x->ndim != 3 || d.heads < 1 || C % d.heads != 0 || d.rotated < 0 || d.rotated > d.heads)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "rotary: x is %s with %d heads, %d of them rotated; expected "
                           "(B, T, heads D)", hpmli_describe(x), d.heads, d.rotated);
-    if (HPMLI_TRAINS && (x->split[0] || x->split[1] || d.heads % size != 0 || (x->split[2] && d.rotated % section != 0)))
+    if (HPMLI_TRAINS &&
+        (x->split[0] || x->split[1] || d.heads % size != 0 || (x->split[2] && d.rotated % section != 0)))
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "rotary: %s is %s, with %d heads, %d of them rotated; expected a "
                           "split along dimension 2 alone, in whole heads, and whole sections that are rotated",
                           hpmli_describe(x), hpmli_split_text(x), d.heads, d.rotated);
@@ -23522,8 +23529,9 @@ HPMLI_KERNEL void HV(conv_pairs)(const hpmli_conv_copy *d, float *even, float *o
 // ---------------------------------------------------------------------------------------------------------------------
 static const hpmli_kernels HV(kernels) = {
     HPMLI_ISA_NAME, HV_LANES, HV(act_forward), HPMLI_TO_TRAIN(HV(act_backward)), HV(vadd), HV(vsub), HV(vmul),
-    HV(vdiv), HV(vfill), HV(vaxpby), HV(vscale_add), HV(vcentred), HPMLI_TO_TRAIN(HV(vaxpbypc)), HV(vsum), HV(vdot), HV(vsum_wide),
-    HV(vdot_wide), HV(vmoments), HV(vmax), HV(vamax), HV(vexp_sum), HV(vsum_rows), HPMLI_IF_HAS(lstm, HV(lstm_cells)),
+    HV(vdiv), HV(vfill), HV(vaxpby), HV(vscale_add), HV(vcentred), HPMLI_TO_TRAIN(HV(vaxpbypc)), HV(vsum), HV(vdot),
+    HV(vsum_wide), HV(vdot_wide), HV(vmoments), HV(vmax), HV(vamax), HV(vexp_sum), HV(vsum_rows),
+    HPMLI_IF_HAS(lstm, HV(lstm_cells)),
     HPMLI_TO_TRAIN(HV(lstm_cells_back)), HPMLI_TO_TRAIN(HV(opt_step)), HV(to_f32), HV(from_f32), HV(gemm_part),
     HPMLI_TO_BE_FAST(HV(gemm_sum)), HPMLI_HAS_BYTE_DOT, HPMLI_HAS_BF16_DOT, HPMLI_TO_BE_FAST(HV(words_part)),
     HPMLI_TO_TRAIN(HV(random)),
