@@ -4958,26 +4958,6 @@ HPMLI_FN void hpmli_init_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
         else j->w[i] = (float)(j->scale * (j->normal ? (double)j->w[i] : 2 * (double)j->w[i] - 1));
 }
 
-/* Returns hpmli_init_job.scale for the first values of parameter t. */
-HPMLI_FN double hpmli_init_scale(const hpml_tensor *t)
-{
-    const double scale = (double)t->param->init_scale;
-    int64_t      whole[HPML_MAX_DIMS];
-    double fan_in = (double)hpml_param_whole(t, whole) / (double)whole[0], field = fan_in / (double)whole[1];
-    double fan_out = (double)whole[0] * field;
-    switch (t->param->init) {
-    case HPML_INIT_DEFAULT: case HPML_INIT_KAIMING_UNIFORM: return sqrt(6 / fan_in);
-    case HPML_INIT_KAIMING_NORMAL: return sqrt(2 / fan_in);
-    case HPML_INIT_XAVIER_UNIFORM: return sqrt(6 / (fan_in + fan_out));
-    case HPML_INIT_XAVIER_NORMAL: return sqrt(2 / (fan_in + fan_out));
-    case HPML_INIT_NORMAL: return scale > 0 ? scale : 0.02;
-    case HPML_INIT_UNIFORM: return scale > 0 ? scale : 0.1;
-    case HPML_INIT_ZEROS: return 0;
-    case HPML_INIT_ONES: return 1;
-    }
-    return scale;
-}
-
 HPMLI_FN void hpmli_init_values(hpml_ctx *ctx, const hpml_tensor *t, float *w)
 {
     const hpml_param *p = t->param;
@@ -4986,8 +4966,20 @@ HPMLI_FN void hpmli_init_values(hpml_ctx *ctx, const hpml_tensor *t, float *w)
         return;
     }
     hpmli_init_job    j = { ctx, t, w, hpml_tensor_count(t), HPMLI_STREAM_INIT + (uint64_t)p->index,
-                            0, true, false };
-    j.scale  = HPMLI_TRAINS ? hpmli_init_scale(t) : p->init == HPML_INIT_ONES; /* without random numbers: 0 or 1 */
+                            (double)p->init_scale, true, false };
+    int64_t whole[HPML_MAX_DIMS];
+    double fan_in = (double)hpml_param_whole(t, whole) / (double)whole[0], field = fan_in / (double)whole[1];
+    double fan_out = (double)whole[0] * field;
+    switch (HPMLI_TRAINS || p->init == HPML_INIT_ONES ? p->init : HPML_INIT_ZEROS) { /* 0 without random numbers */
+    case HPML_INIT_DEFAULT: case HPML_INIT_KAIMING_UNIFORM: j.scale = sqrt(6 / fan_in); break;
+    case HPML_INIT_KAIMING_NORMAL: j.scale = sqrt(2 / fan_in); break;
+    case HPML_INIT_XAVIER_UNIFORM: j.scale = sqrt(6 / (fan_in + fan_out)); break;
+    case HPML_INIT_XAVIER_NORMAL: j.scale = sqrt(2 / (fan_in + fan_out)); break;
+    case HPML_INIT_NORMAL: j.scale = j.scale > 0 ? j.scale : 0.02; break;
+    case HPML_INIT_UNIFORM: j.scale = j.scale > 0 ? j.scale : 0.1; break;
+    case HPML_INIT_ZEROS: j.scale = 0; break;
+    case HPML_INIT_ONES: j.scale = 1; break;
+    }
     j.drawn  = p->init != HPML_INIT_ZEROS && p->init != HPML_INIT_ONES;
     j.normal = p->init == HPML_INIT_KAIMING_NORMAL || p->init == HPML_INIT_XAVIER_NORMAL || p->init == HPML_INIT_NORMAL;
     hpmli_parallel(ctx, (j.n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_init_task, &j);
