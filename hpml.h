@@ -47,8 +47,10 @@
 //     HPML_USE_ZLIB         read gzipped IDX files (-lz)
 //     HPML_USE_CBLAS        large matrix products by a BLAS (cblas.h; -lopenblas)
 //     HPML_NO_TRAINING      small programs that predict: no backward passes, optimizers, results in halves, groups of
-//                           ranks and random first values (parameters are 0 until they are loaded); with HPML_NO_SIMD,
-//                           too, the shortest kernels, which are slower, and no hpml_igemm and hpml_bgemm
+//                           ranks, losses and random first values (parameters are 0 until they are loaded); with
+//                           HPML_NO_SIMD, too, the shortest kernels, which are slower, no hpml_igemm and hpml_bgemm
+//     HPML_NO_CONVOLUTION   without the ops conv2d, conv_transpose2d, max_pool2d, avg_pool2d and batchnorm
+//     HPML_NO_SEQUENCES     without the ops embedding, attention, rotary, lstm and gru
 //     HPML_DEBUG            check internal assumptions
 //     HPML_SELF             this file's name, if you renamed it: it includes itself once for each instruction set
 //
@@ -2347,6 +2349,17 @@ __asm__(".macro vmovaps x:vararg\nvmovups \\x\n.endm\n.macro vmovapd x:vararg\nv
 #define HPMLI_TO_BE_FAST(function) function
 #endif
 #define HPMLI_BACK(job) (HPMLI_TRAINS && (job)->back) /* true in a backward pass */
+/* Flags of HPMLI_LEFT_OUT for the groups of ops that an option leaves out; 0: the group is in this build. */
+#ifdef HPML_NO_CONVOLUTION
+#define HPMLI_NO_IMAGES HPMLI_OP_IMAGES
+#else
+#define HPMLI_NO_IMAGES 0
+#endif
+#ifdef HPML_NO_SEQUENCES
+#define HPMLI_NO_SEQUENCES HPMLI_OP_SEQUENCES
+#else
+#define HPMLI_NO_SEQUENCES 0
+#endif
 #define HPMLI_FN     static __attribute__((unused))
 #define HPMLI_UNUSED __attribute__((unused))
 #define HPMLI_PRINTF(text, args) __attribute__((format(HPML_PRINTF_FORMAT, text, args)))
@@ -2820,9 +2833,12 @@ HPMLI_FN void hpmli_text_add(hpmli_text_buffer *t, const char *format, ...)
 HPMLI_FN bool hpmli_failed(const hpml_ctx *ctx) { return !ctx || ctx->status != HPML_OK; }
 
 /* True if the guards _begin and _end of desc d are 0, as after zeroing; else an error that names `what`, and false. */
-#define HPMLI_DESC_OK(ctx, what, d)                                                                                    \
-    (((d)->_begin == 0 && (d)->_end == 0) ||                                                                           \
-     hpmli_false(ctx, HPML_ERR_ARGUMENT, what " desc: canary is not zero; zero the struct before you set fields"))
+#define HPMLI_DESC_OK(ctx, what, d) hpmli_desc_ok(ctx, what, (d)->_begin | (d)->_end)
+HPMLI_FN bool hpmli_desc_ok(hpml_ctx *ctx, const char *what, uint32_t guards)
+{
+    return guards == 0 || hpmli_false(ctx, HPML_ERR_ARGUMENT, "%s desc: canary is not zero; zero the struct before you "
+                                      "set fields", what);
+}
 
 /* Copies *desc to d (zeros if desc is NULL). True if d's first and last fields, _begin and _end, are 0; else
    false, with an error, because the caller did not zero the struct before setting its fields. */
@@ -3294,7 +3310,7 @@ HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
 #endif
     ctx->byte_word = hpmli_cpu_has_byte_dot(ctx->k) ? HPMLI_WORD_BYTES : HPMLI_WORD_PAIR;
     ctx->bf16_word = hpmli_cpu_has_bf16_dot(ctx->k) ? HPMLI_WORD_BF16_DOT : HPMLI_WORD_BF16;
-    hpmli_gemm_blocks(ctx, hpmli_cache_bytes(2), hpmli_cache_bytes(3));
+    if (!HPMLI_SMALL) hpmli_gemm_blocks(ctx, hpmli_cache_bytes(2), hpmli_cache_bytes(3));
     hpml_dtype dtype = d->activation_dtype;
     if (dtype != HPML_DTYPE_F32 && dtype != HPML_DTYPE_BF16 && dtype != HPML_DTYPE_F16)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .activation_dtype is %s (%d), expected f32, bf16 or f16",
@@ -4000,13 +4016,13 @@ HPML_API hpml_status hpml_tensor_get_raw(const hpml_tensor *t, void *values, siz
 // ---------------------------------------------------------------------------------------------------------------------
 // >>op-table   the table of ops: a row for each, and the loops of which most passes consist
 // ---------------------------------------------------------------------------------------------------------------------
-/* Bits of hpmli_op_info.needs: values that a node's backward pass reads, so that the planner keeps them until then. */
+/* Bits of hpmli_needs_of: values that a node's backward pass reads, so that the planner keeps them until then. */
 #define HPMLI_NEED_SRC(i) HPML_KEEP_SRC(i)            /* the value of source i */
 #define HPMLI_NEED_OUT    HPML_KEEP_OUT               /* the value of the result */
 #define HPMLI_INPLACE     (1u << (HPML_MAX_SRC + 1))  /* no value: forward may write the result over source 0 */
 #define HPMLI_NEED_BOTH   (HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1))
 
-/* Traits of an op (hpmli_op_info.traits): what code outside the op's section has to know. */
+/* Traits of an op (hpmli_traits_of): what code outside the op's section has to know. */
 enum {
     HPMLI_OP_IS_ALIAS    = 1,   /* the result is in the memory of source 0, of any dtype; nothing is computed */
     HPMLI_OP_REORDERS    = 2,   /* the result's dimensions differ from the sources', so it has no image layout */
@@ -4025,19 +4041,23 @@ enum {
     HPMLI_OP_SPLIT_PLANE = 4096, /* along the channels */
     HPMLI_OP_SPLIT_OWN   = 8192, /* in the way that the function which records the op checks and sets */
     HPMLI_OP_PACKS       = 32768, /* computes products, which pack matrices in the context's working memory */
-    HPMLI_OP_KEEPS_DZ    = 16384 /* backward overwrites dy by dz, the gradient before the activation; the gradient of
+    HPMLI_OP_KEEPS_DZ    = 16384, /* backward overwrites dy by dz, the gradient before the activation; the gradient of
                                     source 0 is a product of dz and source 1, that of source 1 of dz and source 0 */
+    HPMLI_OP_IMAGES      = 65536, /* not in a build with HPML_NO_CONVOLUTION */
+    HPMLI_OP_SEQUENCES   = 131072 /* not in a build with HPML_NO_SEQUENCES */
 };
 
-/* An entry of the table of ops; hpmli_op_of returns the entry of a node's op. */
-typedef struct hpmli_op_info {
-    unsigned (*needs)(const hpml_node *n);            /* HPMLI_NEED_* and HPMLI_INPLACE of this node */
-    unsigned traits;                                  /* HPMLI_OP_* flags */
-} hpmli_op_info;
-HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op); /* the table is defined behind all ops, in >>backend */
-HPMLI_FN const hpmli_op_info *hpmli_op_of(const hpml_node *n) { return hpmli_op_row(n->op); }
-HPMLI_FN double hpmli_flops_of(const hpml_node *n, bool back); /* operations of a pass of n */
-HPMLI_FN bool hpmli_has_trait(const hpml_node *n, unsigned trait) { return (hpmli_op_of(n)->traits & trait) != 0; }
+/* An op with one of the traits HPMLI_LEFT_OUT is not in this build: hpmli_node_create refuses the op, and its functions
+   in tables are NULL, so that the compiler leaves out their code. */
+enum { HPMLI_LEFT_OUT = HPMLI_NO_IMAGES | HPMLI_NO_SEQUENCES | (HPMLI_TRAINS ? 0 : HPMLI_OP_IS_MEAN) };
+#define HPMLI_HAS(traits) (((traits) & HPMLI_LEFT_OUT) == 0)
+#define HPMLI_IF_HAS(op, function) (HPMLI_HAS(hpmli_##op##_traits) ? function : NULL)
+
+/* The columns of the table of ops, defined behind all ops, in >>backend. */
+HPMLI_FN unsigned hpmli_traits_of(hpml_op op);                 /* HPMLI_OP_* flags */
+HPMLI_FN unsigned hpmli_needs_of(const hpml_node *n);          /* HPMLI_NEED_* and HPMLI_INPLACE of this node */
+HPMLI_FN double   hpmli_flops_of(const hpml_node *n, bool back); /* operations of a pass of n */
+HPMLI_FN bool hpmli_has_trait(const hpml_node *n, unsigned trait) { return (hpmli_traits_of(n->op) & trait) != 0; }
 /* True if n is an op that the CPU computes, by products that pack matrices. */
 HPMLI_FN bool hpmli_packs(const hpml_node *n)
 {
@@ -4059,11 +4079,25 @@ HPMLI_FN bool hpmli_is_collective(const hpml_node *n)
 }
 HPML_API const char *hpml_op_name(hpml_op op)
 {
-    static const char names[][20] = { /* no pointers, which take space and a relocation each */
-#define HPMLI_OP_NAME(op, name) #name,
-        HPML_OPS(HPMLI_OP_NAME)
-    };
-    return op >= 0 && op < HPML_OP_COUNT ? names[op] : "?";
+    static const char names[] = /* one after another: pointers would take space and a relocation each */
+#define HPMLI_OP_NAME(op, name) #name "\0"
+        HPML_OPS(HPMLI_OP_NAME);
+    const char *name = names;
+    if (op < 0 || op >= HPML_OP_COUNT) return "?";
+    for (int i = 0; i < (int)op; i++) name += strlen(name) + 1;
+    return name;
+}
+
+/* True if `op` is in this build; else an error. */
+HPMLI_FN bool hpmli_has_op(hpml_ctx *ctx, hpml_op op)
+{
+    const unsigned traits = hpmli_traits_of(op);
+    const char    *option = "HPML_NO_TRAINING";
+    if (HPMLI_HAS(traits)) return true;
+    if (traits & HPMLI_NO_IMAGES) option = "HPML_NO_CONVOLUTION";
+    if (traits & HPMLI_NO_SEQUENCES) option = "HPML_NO_SEQUENCES";
+    return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "op %s is not in this build: %s is defined; build the program "
+                       "without that option", hpml_op_name(op), option);
 }
 
 /* Returns the number of operations of a pass of n: one for each element of its result; 0 for a backward pass (`back`)
@@ -4084,7 +4118,10 @@ HPMLI_FN double hpmli_flops_product(const hpml_node *n, bool back, int64_t inner
 /* Defines an op and its entry in the table of ops. traits, needs: HPMLI_OP_, HPMLI_NEED_ bits; flops: a number from `n`
    and `back` (backward); forward, backward: statements with `run` and `n`, which return a status on failure. */
 #define HPMLI_OP(name, traits, needs, flops, forward, backward)                                                        \
-    HPMLI_FN unsigned hpmli_##name##_needs(const hpml_node *n HPMLI_UNUSED) { return needs; }                          \
+    HPMLI_FN unsigned hpmli_##name##_needs(const hpml_node *n HPMLI_UNUSED)                                            \
+    {                                                                                                                  \
+        return HPMLI_TRAINS ? (needs) : (needs) & HPMLI_INPLACE; /* the other needs are those of backward passes */    \
+    }                                                                                                                  \
     HPMLI_FN double hpmli_##name##_flops(const hpml_node *n HPMLI_UNUSED, bool back HPMLI_UNUSED) { return flops; }    \
     HPMLI_FN hpml_status hpmli_##name##_forward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)                        \
     {                                                                                                                  \
@@ -4202,6 +4239,7 @@ HPMLI_FN bool hpmli_is_split(const hpml_tensor *t)
    t->sections if dim is the last split dimension of t, else 1. */
 HPMLI_FN int64_t hpmli_sections(const hpml_tensor *t, int dim)
 {
+    if (!HPMLI_TRAINS) return 1;
     for (int i = dim + 1; i < t->ndim; i++)
         if (t->split[i]) return 1;
     return t->split[dim] ? hpmli_max(t->sections, 1) : 1;
@@ -4253,7 +4291,7 @@ HPMLI_FN bool hpmli_split_refuse(const char *op, const hpml_tensor *x, int dim, 
 
 HPMLI_FN void hpmli_split_take(hpml_tensor *t, const int8_t *split, int32_t sections) /* t may be NULL */
 {
-    if (!t) return;
+    if (!HPMLI_TRAINS || !t) return;
     memcpy(t->split, split, sizeof t->split);
     t->sections = sections;
 }
@@ -4264,7 +4302,7 @@ HPMLI_FN void hpmli_split_take(hpml_tensor *t, const int8_t *split, int32_t sect
 HPMLI_FN bool hpmli_split_follow(hpml_node *n)
 {
     const hpml_tensor *x       = n->src[0];
-    const unsigned     traits  = hpmli_op_of(n)->traits;
+    const unsigned     traits  = hpmli_traits_of(n->op);
     const int          channel = x->layout == HPML_NHWC ? x->ndim - 1 : 1;
     const bool         trains  = n->src_count > 1 && n->src[1] && n->src[1]->needs_grad && !hpmli_is_split(n->src[1]);
     if (n->op == HPML_OP_CUSTOM && memcmp(n->out->shape, x->shape, sizeof x->shape) != 0) return true;
@@ -4292,7 +4330,7 @@ typedef struct hpmli_vocabulary {
 HPMLI_FN hpmli_vocabulary hpmli_vocabulary_of(const hpml_node *n, int64_t count)
 {
     hpmli_vocabulary v = { NULL, 0, count, count, 0, 0 };
-    if (n->op == HPML_OP_CUSTOM) return *(const hpmli_vocabulary *)n->attr.custom->user;
+    if (HPMLI_TRAINS && n->op == HPML_OP_CUSTOM) return *(const hpmli_vocabulary *)n->attr.custom->user;
     if (n->op != HPML_OP_CROSS_ENTROPY) return v;
     v.smoothing = n->attr.cross_entropy.smoothing;
     v.ignore    = n->attr.cross_entropy.ignore;
@@ -4371,7 +4409,7 @@ HPMLI_FN bool hpmli_split_pair(const char *op, hpml_tensor **src, int ndim, int8
    consist of whole sections. If x is not split along dim, changes nothing. False: an error. */
 HPMLI_FN bool hpmli_split_slice(const hpml_tensor *x, int dim, int64_t *start, int64_t *count, int64_t *sections)
 {
-    if (dim < 0 || dim >= x->ndim || !x->split[dim]) return true;
+    if (!HPMLI_TRAINS || dim < 0 || dim >= x->ndim || !x->split[dim]) return true;
     const int64_t size = hpml_ctx_group(x->ctx, (hpml_axis)x->split[dim])->size;
     const int64_t section = x->shape[dim] / hpmli_sections(x, dim) * size; /* a section's length in the whole */
     if (*start % section != 0 || *count % section != 0)
@@ -4386,8 +4424,8 @@ HPMLI_FN bool hpmli_split_slice(const hpml_tensor *x, int dim, int64_t *start, i
    split, the sections of both must have the same length, along other dimensions there must be as many sections. */
 HPMLI_FN bool hpmli_split_concat(const hpml_tensor *first, const hpml_tensor *x, int dim)
 {
-    bool fits = memcmp(first->split, x->split, sizeof x->split) == 0;
-    for (int d = 0; d < x->ndim && fits; d++) {
+    bool fits = !HPMLI_TRAINS || memcmp(first->split, x->split, sizeof x->split) == 0;
+    for (int d = 0; HPMLI_TRAINS && d < x->ndim && fits; d++) {
         int64_t a = hpmli_sections(first, d), b = hpmli_sections(x, d);
         fits = d == dim ? first->shape[d] * b == x->shape[d] * a : a == b;
         if (d == dim && !x->split[d]) fits = true;
@@ -4410,7 +4448,7 @@ HPMLI_FN bool hpmli_split_reshape(const hpml_tensor *x, int ndim, const int64_t 
     memcpy(part, whole, (size_t)ndim * sizeof *part);
     memset(split, 0, HPML_MAX_DIMS);
     *sections = 0;
-    for (int d = x->ndim - 1; d >= 0; later *= from[d--]) {
+    for (int d = x->ndim - 1; HPMLI_TRAINS && d >= 0; later *= from[d--]) {
         int64_t size = hpml_ctx_group(x->ctx, (hpml_axis)x->split[d])->size;
         int64_t run  = from[d] / size / hpmli_sections(x, d) * later, inner = 1;
         int     at   = ndim - 1;
@@ -4579,10 +4617,11 @@ HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_coun
 {
     hpml_ctx   *ctx   = src[0]->ctx;
     hpml_node  *none  = &ctx->spare;
-    unsigned    traits = hpmli_op_row(op)->traits;
+    unsigned    traits = hpmli_traits_of(op);
     hpml_dtype  dtype  = ndim > 0 ? hpmli_activation_dtype(ctx) : HPML_DTYPE_F32;
     hpml_layout layout = HPML_NCHW;
     none->out = NULL;
+    if (!hpmli_has_op(ctx, op)) return none;
     if (ndim == 4 && !(traits & HPMLI_OP_REORDERS)) layout = hpmli_check_layouts(op, src_count, src);
     if (traits & HPMLI_OP_IS_ALIAS) dtype = src[0]->dtype;
     else hpmli_check_dtypes(op, traits, src_count, src);
@@ -4719,7 +4758,7 @@ typedef struct hpmli_part {
 HPMLI_FN bool hpmli_part_shape(hpml_ctx *ctx, const char *name, const hpmli_part *part, int ndim, int64_t *shape)
 {
     const int64_t size = hpml_ctx_group(ctx, part->axis)->size, sections = hpmli_max(part->sections, 1);
-    if (part->axis == HPML_AXIS_DATA) return true;
+    if (!HPMLI_TRAINS || part->axis == HPML_AXIS_DATA) return true;
     if ((int)part->axis < 0 || part->axis >= HPML_AXES || part->axis == HPML_AXIS_PIPE || part->dim < 0 ||
         part->dim >= ndim || part->sections < 0)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\": %d sections of dimension %d split over the %s "
@@ -4739,7 +4778,7 @@ HPMLI_FN hpml_tensor *hpmli_param_shared(hpml_ctx *ctx, const char *name, int nd
                                          const hpmli_part *part)
 {
     hpml_tensor    *t    = hpml_param_find(ctx, name);
-    const bool      cut  = part->axis != HPML_AXIS_DATA && hpml_ctx_group(ctx, part->axis)->size > 1;
+    const bool      cut  = HPMLI_TRAINS && part->axis != HPML_AXIS_DATA && hpml_ctx_group(ctx, part->axis)->size > 1;
     const hpml_axis axis = cut ? part->axis : HPML_AXIS_DATA;
     bool            fits = t->ndim == ndim && t->param->axis == axis && (!cut || t->param->split_dim == part->dim);
     if (!ctx->shares)
@@ -4784,7 +4823,7 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
     t->param->stage      = -1;
     t->param->keep_count = -1;
     t->needs_grad        = true;
-    if (part->axis != HPML_AXIS_DATA && hpml_ctx_group(ctx, part->axis)->size > 1) {
+    if (HPMLI_TRAINS && part->axis != HPML_AXIS_DATA && hpml_ctx_group(ctx, part->axis)->size > 1) {
         t->param->axis      = part->axis;
         t->param->split_dim = part->dim;
         t->param->sections  = (int32_t)hpmli_max(part->sections, 1);
@@ -4931,7 +4970,7 @@ HPMLI_FN void hpmli_init_values(hpml_ctx *ctx, const hpml_tensor *t, float *w)
     int64_t whole[HPML_MAX_DIMS];
     double fan_in = (double)hpml_param_whole(t, whole) / (double)whole[0], field = fan_in / (double)whole[1];
     double fan_out = (double)whole[0] * field;
-    switch (p->init) {
+    switch (HPMLI_TRAINS || p->init == HPML_INIT_ONES ? p->init : HPML_INIT_ZEROS) { /* 0 without random numbers */
     case HPML_INIT_DEFAULT: case HPML_INIT_KAIMING_UNIFORM: j.scale = sqrt(6 / fan_in); break;
     case HPML_INIT_KAIMING_NORMAL: j.scale = sqrt(2 / fan_in); break;
     case HPML_INIT_XAVIER_UNIFORM: j.scale = sqrt(6 / (fan_in + fan_out)); break;
@@ -4942,7 +4981,6 @@ HPMLI_FN void hpmli_init_values(hpml_ctx *ctx, const hpml_tensor *t, float *w)
     case HPML_INIT_ONES: j.scale = 1; break;
     }
     j.drawn  = p->init != HPML_INIT_ZEROS && p->init != HPML_INIT_ONES;
-    if (!HPMLI_TRAINS && j.drawn) j.scale = 0; /* no random numbers in this build: 0 until values are loaded */
     j.normal = p->init == HPML_INIT_KAIMING_NORMAL || p->init == HPML_INIT_XAVIER_NORMAL || p->init == HPML_INIT_NORMAL;
     hpmli_parallel(ctx, (j.n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_init_task, &j);
 }
@@ -4961,7 +4999,7 @@ HPMLI_FN int64_t hpmli_param_floats(const hpml_tensor *p)
 HPMLI_FN int64_t hpmli_param_kept(const hpml_tensor *p, int level)
 {
     const int64_t align = HPML_GRADIENT_ALIGN;
-    if (p->param->shard < level) return hpmli_param_floats(p);
+    if (!HPMLI_TRAINS || p->param->shard < level) return hpmli_param_floats(p);
     return (p->param->keep_count + align - 1) / align * align;
 }
 
@@ -4970,7 +5008,7 @@ HPML_API int64_t hpml_param_whole(const hpml_tensor *t, int64_t *shape)
     int64_t count = t != NULL;
     for (int i = 0; i < HPML_MAX_DIMS; i++) {
         int64_t n = t ? t->shape[i] : 1;
-        if (t && t->split[i]) n *= hpml_ctx_group(t->ctx, (hpml_axis)t->split[i])->size;
+        if (HPMLI_TRAINS && t && t->split[i]) n *= hpml_ctx_group(t->ctx, (hpml_axis)t->split[i])->size;
         if (shape) shape[i] = n;
         count *= n;
     }
@@ -4981,7 +5019,7 @@ HPML_API void hpml_param_copy(const hpml_tensor *param, float *part, int64_t fir
                               bool to_whole)
 {
     hpmli_cut c = { hpml_tensor_count(param), 0, 1 };
-    if (param->param && param->param->axis != HPML_AXIS_DATA)
+    if (HPMLI_TRAINS && param->param && param->param->axis != HPML_AXIS_DATA)
         c = hpmli_cut_of(param, param->param->axis, param->param->split_dim, param->param->sections);
     hpmli_cut_copy(&c, whole, part, first, count, to_whole);
 }
@@ -5012,7 +5050,7 @@ HPMLI_FN hpml_status hpmli_params_place(hpml_ctx *ctx, float *memory, bool keep)
     if (w && !memory) memory = (float *)hpmli_device_alloc(ctx, (size_t)floats * sizeof(float));
     for (int i = 0; w && memory && i < 2 * count; i++) {
         hpml_tensor *t = ctx->params[first + i % count];
-        bool         whole = t->param->shard < 3;
+        bool         whole = !HPMLI_TRAINS || t->param->shard < 3;
         if (t->raw || t->state->kept || t->state->away || hpmli_trainable(t) != (i < count)) continue;
         if (whole) hpmli_set_memory(t, memory, t->raw_grad);
         else t->state->kept = memory;
@@ -5466,7 +5504,7 @@ HPMLI_FN bool hpmli_dz_is_done(const hpml_node *n) { return n->state->second && 
    (hpml_graph_halves): in the half that `move` denotes (BACKWARD: the first half, WEIGHTS: the second half). */
 HPMLI_FN unsigned hpmli_back_needs(const hpml_node *n, hpmli_move move)
 {
-    const unsigned needs = hpmli_op_of(n)->needs(n), late = n->state->late;
+    const unsigned needs = hpmli_needs_of(n), late = n->state->late;
     const unsigned makes = move == HPMLI_WEIGHTS ? late : ~late; /* the sources whose gradients this run computes */
     unsigned       reads = move == HPMLI_WEIGHTS ? 0 : HPMLI_NEED_OUT;
     if (!late || !hpmli_keeps_dz(n)) return needs;
@@ -5478,7 +5516,7 @@ HPMLI_FN unsigned hpmli_back_needs(const hpml_node *n, hpmli_move move)
 /* True if the backward pass of node n, or n itself when recomputed for backward, reads the value of node `of`. */
 HPMLI_FN bool hpmli_reads_late(const hpml_graph *g, const hpmli_list *p, hpml_node *n, const hpml_node *of)
 {
-    unsigned needs = hpmli_goes_back(g, n) ? hpmli_op_of(n)->needs(n) : 0;
+    unsigned needs = hpmli_goes_back(g, n) ? hpmli_needs_of(n) : 0;
     if (hpmli_base(p, n) == of && needs & HPMLI_NEED_OUT) return true;
     for (int j = 0; j < n->src_count; j++) {
         hpml_node *s    = hpmli_node_in(p, n->src[j]);
@@ -5741,7 +5779,7 @@ HPMLI_FN bool hpmli_part_list(hpml_graph *g, hpmli_list *p)
 // >>plan   from a recorded graph to a memory plan: how long each array is needed, and where
 // ---------------------------------------------------------------------------------------------------------------------
 /* The life of an array is the time from the entry of a part's list (a node's pass, or a swap) that writes it to the
-   last one that reads it; hpmli_op_info.needs says which values a node's backward pass reads. Arrays whose lives do not
+   last one that reads it; hpmli_needs_of says which values a node's backward pass reads. Arrays whose lives do not
    overlap may share memory: see >>place. Planning happens once, so that a step allocates nothing. Some results have no
    memory of their own: a reshape is in the memory of its source, and so is the result of an op that works in place on a
    source which no other op reads. out_root and grad_root of a node's state are the tensors at the end of such chains,
@@ -5802,7 +5840,7 @@ HPMLI_FN void hpmli_plan_values(const hpmli_plan *pl)
         const hpmli_entry *e    = &p->entries[k];
         const hpml_node   *n    = pl->g->nodes[e->node];
         bool               back = hpmli_is_back(e->move);
-        if (e->move >= HPMLI_OUT && e->move <= HPMLI_IN) {
+        if (HPMLI_TRAINS && e->move >= HPMLI_OUT && e->move <= HPMLI_IN) {
             if (n->state->relives) hpmli_use_note(pl, n->out, k, false);
             continue;
         }
@@ -5831,21 +5869,21 @@ HPMLI_FN void hpmli_plan_roots(const hpmli_plan *pl)
         int        life = hpmli_life_at(pl, n->out, k);
         hpmli_move move = p->entries[k].move;
         bool       again = (move == HPMLI_AGAIN || move == HPMLI_FETCH) && life == 1;
-        if (move != HPMLI_FORWARD && !again) continue;
+        if (HPMLI_TRAINS && move != HPMLI_FORWARD && !again) continue;
         n->state->out_root[life] = n->out;
         if (!x || move == HPMLI_FETCH || hpmli_life_at(pl, x->out, k) != life) continue;
         const hpmli_use *u = hpmli_use_of(pl, x->out);
-        bool may     = (hpmli_op_of(n)->needs(n) & HPMLI_INPLACE) || n->state->folds == x;
+        bool may     = (hpmli_needs_of(n) & HPMLI_INPLACE) || n->state->folds == x;
         bool inplace = may && u->readers[life] == 1 && !x->state->kept &&
                        u->last[life] <= k && x->state->out_root[life] == x->out && x->out->dtype == n->out->dtype;
         if (inplace || hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) n->state->out_root[life] = x->state->out_root[life];
     }
-    for (int i = p->from; i < p->to; i++) { /* reshapes of results that are computed again */
+    for (int i = p->from; HPMLI_TRAINS && i < p->to; i++) { /* reshapes of results that are computed again */
         hpml_node *n = pl->g->nodes[i], *base = hpmli_base(p, n);
         if (base != n && base->state->relives) n->state->out_root[1] = base->state->out_root[1];
     }
     for (int i = p->to - 1; i >= p->from; i--) { /* a root lives as long as the results in its memory */
-        for (int life = 0; life < 2; life++) {
+        for (int life = 0; life < (HPMLI_TRAINS ? 2 : 1); life++) {
             const hpml_tensor *root = pl->g->nodes[i]->state->out_root[life];
             hpmli_use         *u = &pl->uses[i], *r = root ? hpmli_use_of(pl, root) : u;
             r->last[life] = hpmli_later(r->last[life], u->last[life]);
@@ -5989,7 +6027,8 @@ HPMLI_FN void hpmli_plan_grads(const hpmli_plan *pl)
 HPMLI_FN void hpmli_life_add(const hpmli_plan *pl, size_t bytes, int from, int to, void **place)
 {
     bool        held = from < pl->p->turn && to >= pl->p->turn; /* true: needed until the backward pass */
-    if (pl->g->halves && from < pl->p->late && to >= pl->p->late) held = true; /* or until that pass's second half */
+    if (HPMLI_TRAINS && pl->g->halves && from < pl->p->late && to >= pl->p->late)
+        held = true; /* or until that pass's second half */
     hpmli_area *area = &pl->p->area[held || pl->g->slot_count == 1 ? HPMLI_HELD : HPMLI_PASSING];
     hpmli_life  life = { (bytes + 63) / 64 * 64, (size_t)area->count, from, to, place };
     area->lives[area->count++] = life;
@@ -6026,30 +6065,31 @@ HPMLI_FN void hpmli_plan_lives(const hpmli_plan *pl)
         size_t           bytes  = scalar ? HPMLI_SCALAR_BYTES : hpmli_tensor_bytes(n->out);
         size_t           saved  = n->saved_bytes > 0 ? hpmli_saved_bytes(pl, n) : 0;
         size_t           scratch = state->keeps ? state->kept_scratch : n->scratch_bytes;
+        bool             runs_again = HPMLI_TRAINS && state->again, swapped = HPMLI_TRAINS && state->swapped;
         int              fore   = state->at[HPMLI_FORWARD], again = state->at[HPMLI_AGAIN];
-        int              last   = state->again ? again : fore; /* time of the last pass that reads n->saved */
+        int              last   = runs_again ? again : fore; /* time of the last pass that reads n->saved */
         if (back) last = state->at[HPMLI_BACKWARD];
         if (hpmli_predicts_lean(g) && (state->folds || hpmli_has_trait(n, HPMLI_OP_KEEPS_SUM))) saved = 0;
-        if (!hpmli_keeps_dz(n)) last = hpmli_later(last, state->at[HPMLI_WEIGHTS]);
+        if (HPMLI_TRAINS && !hpmli_keeps_dz(n)) last = hpmli_later(last, state->at[HPMLI_WEIGHTS]);
         if (state->out_root[0] == n->out) hpmli_life_add(pl, bytes, scalar ? 0 : fore, u->last[0], &state->raw[0]);
-        if (state->out_root[1] == n->out) hpmli_life_add(pl, bytes, again, u->last[1], &state->raw[1]);
+        if (HPMLI_TRAINS && state->out_root[1] == n->out) hpmli_life_add(pl, bytes, again, u->last[1], &state->raw[1]);
         if (back && state->grad_root == n->out && (n->out == g->loss || u->grad_written))
             hpmli_life_add(pl, hpmli_tensor_bytes(n->out), n->out == g->loss ? p->turn - 1 : u->grad_first,
                            u->grad_last, &n->out->raw_grad);
-        if (saved > 0) hpmli_life_add(pl, saved, fore, state->again ? hpmli_later(fore, state->at[HPMLI_GONE]) : last,
+        if (saved > 0) hpmli_life_add(pl, saved, fore, runs_again ? hpmli_later(fore, state->at[HPMLI_GONE]) : last,
                                       &state->saved[0]);
-        if (saved > 0 && state->again) hpmli_life_add(pl, saved, again, last, &state->saved[1]);
-        state->copy_saved = state->swapped ? (saved + 63) / 64 * 64 : 0;
-        state->copy_bytes = state->copy_saved + (state->swapped && state->relives ? (bytes + 63) / 64 * 64 : 0);
+        if (saved > 0 && runs_again) hpmli_life_add(pl, saved, again, last, &state->saved[1]);
+        state->copy_saved = swapped ? (saved + 63) / 64 * 64 : 0;
+        state->copy_bytes = state->copy_saved + (swapped && state->relives ? (bytes + 63) / 64 * 64 : 0);
         if (scratch > g->scratch_bytes) g->scratch_bytes = (scratch + 63) / 64 * 64;
     }
     for (int i = 0; i < p->input_count; i++) {
         hpml_tensor *t    = p->inputs[i];
-        bool         grad = g->loss && t->needs_grad && (!t->node || hpmli_use_of(pl, t)->grad_written);
+        bool         grad = HPMLI_TRAINS && g->loss && t->needs_grad && (!t->node || hpmli_use_of(pl, t)->grad_written);
         if (!t->raw) hpmli_life_add(pl, hpmli_tensor_bytes(t), 0, pl->end, &t->raw);
         if (grad) hpmli_life_add(pl, hpmli_tensor_bytes(t), 0, pl->end, &t->raw_grad);
     }
-    if (g->loss && g->loss->node && !hpmli_node_in(p, g->loss))
+    if (HPMLI_TRAINS && g->loss && g->loss->node && !hpmli_node_in(p, g->loss))
         hpmli_life_add(pl, HPMLI_SCALAR_BYTES, 0, pl->end, &g->loss->raw);
 }
 
@@ -6147,12 +6187,12 @@ HPMLI_FN void hpmli_graph_sum(hpml_graph *g)
         at += g->parts[s->part].area[HPMLI_HELD].bytes;
     }
     g->grad_count = 0;
-    for (int i = 0; i < g->param_count; i++)
+    for (int i = 0; HPMLI_TRAINS && i < g->param_count; i++)
         if (g->loss && g->param_last[i] >= 0) g->grad_count += hpmli_param_floats(g->ctx->params[i]);
     m->activations = at;
     m->host        = 0;
     m->extra       = 0;
-    for (const hpmli_list *p = g->parts; p < g->parts + g->part_count; p++) {
+    for (const hpmli_list *p = g->parts; HPMLI_TRAINS && p < g->parts + g->part_count; p++) {
         for (int k = 0; k < p->entry_count; k++) m->extra += hpmli_entry_cost(g, &p->entries[k]);
         for (int i = p->from; i < p->to; i++) m->host += g->nodes[i]->state->copy_bytes * (size_t)p->slot_count;
     }
@@ -6250,17 +6290,17 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g)
         hpml_node *n = g->nodes[i];
         char       text[160];
         if (ctx->backend->plan) ctx->backend->plan(ctx->device, n);
-        snprintf(text, sizeof text, "%s backward", n->out->name);
-        g->back_names[i] = hpmli_strdup(ctx, text);
-        if (!g->back_names[i]) return false;
+        if (HPMLI_TRAINS) snprintf(text, sizeof text, "%s backward", n->out->name);
+        if (HPMLI_TRAINS) g->back_names[i] = hpmli_strdup(ctx, text);
+        if (HPMLI_TRAINS && !g->back_names[i]) return false;
         n->state->order = i;
         n->state->kept  = false;
     }
     for (int i = 0; i < g->output_count; i++)
         if (g->outputs[i]->node) g->outputs[i]->node->state->kept = true;
-    if (g->loss && g->loss->node) g->loss->node->state->kept = true;
+    if (HPMLI_TRAINS && g->loss && g->loss->node) g->loss->node->state->kept = true;
     for (int i = 0; i < g->count && (g->predicts || g->keep_packed) && hpmli_can_keep(g); i++)
-        if (g->nodes[i]->op == HPML_OP_CONV2D) hpmli_conv_keeps(g, g->nodes[i]);
+        if (HPMLI_HAS(HPMLI_OP_IMAGES) && g->nodes[i]->op == HPML_OP_CONV2D) hpmli_conv_keeps(g, g->nodes[i]);
     return hpmli_part_add(g, 0, g->count, g->batch, 1) && hpmli_graph_plan_parts(g);
 }
 
@@ -6614,7 +6654,7 @@ HPML_API hpml_status hpml_graph_budget(hpml_graph *g, size_t bytes, double ops_p
 HPMLI_FN float *hpmli_graph_place_grads(hpml_graph *g)
 {
     int64_t at = 0;
-    if (!g->loss || g->ctx->grads_of == g) return g->grads;
+    if (!HPMLI_TRAINS || !g->loss || g->ctx->grads_of == g) return g->grads;
     g->ctx->grads_of = g;
     for (int i = 0; i < g->ctx->param_count; i++) {
         hpml_tensor *p    = g->ctx->params[i];
@@ -6640,7 +6680,8 @@ HPMLI_FN size_t hpmli_graph_kept(const hpml_graph *g, int level)
    place from the forward pass on; 1: its place after n ran again or the value was swapped in. */
 HPMLI_FN void hpmli_value_point(hpml_node *n, int life)
 {
-    const hpml_tensor *root = n->state->out_root[life], *grad = n->state->grad_root ? n->state->grad_root : n->out;
+    const hpml_tensor *root = n->state->out_root[life], *grad = n->out;
+    if (HPMLI_TRAINS && n->state->grad_root) grad = n->state->grad_root;
     hpmli_set_memory(n->out, root->node->state->raw[life], grad->raw_grad);
 }
 
@@ -6675,7 +6716,7 @@ HPMLI_FN void hpmli_graph_point(hpml_graph *g)
         if (n->state->kept_bytes > 0)
             n->state->kept_memory = (float *)(g->arena + g->memory.activations + g->scratch_bytes + n->state->kept_at);
     }
-    if (g->loss && !hpmli_node_in(p, g->loss)) hpmli_set_memory(g->loss, g->loss->raw, NULL);
+    if (HPMLI_TRAINS && g->loss && !hpmli_node_in(p, g->loss)) hpmli_set_memory(g->loss, g->loss->raw, NULL);
 }
 
 /* Checks, before the graph's memory is allocated, that each input which g shares with another graph has memory for the
@@ -6714,7 +6755,8 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
     if (g->side > 0 && !hpmli_gemm_reserve(ctx, g->side, 0)) return ctx->status;
     const size_t bytes = g->memory.activations + g->scratch_bytes + g->memory.packed + 64;
     g->arena = (char *)(g->memory.packed > 0 ? hpmli_cpu_zeroed(ctx, bytes, true) : hpmli_device_alloc(ctx, bytes));
-    if (g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, hpmli_graph_kept(g, 2));
+    if (HPMLI_TRAINS && g->arena && g->grad_count > 0)
+        g->grads = (float *)hpmli_device_alloc(ctx, hpmli_graph_kept(g, 2));
     if (ctx->status != HPML_OK) return ctx->status;
     for (const hpmli_list *p = g->parts; p < g->parts + g->part_count; p++) {
         for (int a = 0; a < HPMLI_AREAS; a++) /* a leaf keeps the memory that another graph gave it */
@@ -6723,13 +6765,13 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
         for (int i = 0; i < p->input_count && g->cut; i++)
             if (!p->inputs[i]->raw) p->inputs[i]->state->samples = p->rows;
     }
-    char *copies = g->memory.host > 0 ? (char *)hpmli_alloc(ctx, g->memory.host) : NULL;
+    char *copies = HPMLI_TRAINS && g->memory.host > 0 ? (char *)hpmli_alloc(ctx, g->memory.host) : NULL;
     for (const hpmli_list *p = g->parts; p < g->parts + g->part_count && copies; p++)
         for (int i = p->from; i < p->to; i++) {
             g->nodes[i]->state->copy = copies;
             copies += g->nodes[i]->state->copy_bytes * (size_t)p->slot_count;
         }
-    hpmli_copier_open(g);
+    if (HPMLI_TRAINS) hpmli_copier_open(g);
     hpmli_graph_place_grads(g);
     hpmli_graph_point(g);
     if (g->cut) hpml_graph_set_batch(g, g->slots[0].samples);
@@ -7005,8 +7047,8 @@ HPMLI_FN hpml_status hpmli_node_op(hpml_graph *g, const hpml_run *run, hpml_node
 {
     const hpml_op_impl *op    = &g->ctx->ops[n->op];
     bool                joins = hpmli_is_collective(n) || (run->sum && hpmli_has_trait(n, HPMLI_OP_JOINS_BATCH));
-    bool                idle  = run->idle && !joins;
-    if (backward && (idle || g->batch_now < g->batch)) hpmli_zero_gradients(g, n);
+    bool                idle  = HPMLI_TRAINS && run->idle && !joins;
+    if (HPMLI_TRAINS && backward && (idle || g->batch_now < g->batch)) hpmli_zero_gradients(g, n);
     if (idle && !backward) hpmli_zero_values(g, n->out);
     if (idle) return HPML_OK;
     return backward ? op->backward(run, n) : op->forward(run, n);
@@ -7069,7 +7111,7 @@ HPMLI_FN hpml_status hpmli_run_sum(void *graph, double *values, int64_t n)
 HPMLI_FN hpml_run hpmli_run_of(hpml_graph *g, bool train, uint64_t step, float scale)
 {
     hpml_run run = { g->ctx, train, step, scale, (uint64_t)g->first_sample, g->idle,
-                     g->any.sum ? hpmli_run_sum : NULL, g, false };
+                     HPMLI_TRAINS && g->any.sum ? hpmli_run_sum : NULL, g, false };
     g->at.pass = train ? HPML_PASS_FORWARD : HPML_PASS_EVALUATE;
     return run;
 }
@@ -7204,9 +7246,9 @@ HPMLI_FN hpml_status hpmli_run_recorded(hpml_graph *g, const hpml_run *run, cons
    the backward pass (computed again or swapped in) back to their place in the forward pass. */
 HPMLI_FN void hpmli_forward_begin(hpml_graph *g, const hpmli_list *p)
 {
-    for (int i = 0; i < p->input_count && g->idle; i++)
+    for (int i = 0; HPMLI_TRAINS && i < p->input_count && g->idle; i++)
         if (p->inputs[i]->batch_rows) hpmli_zero_values(g, p->inputs[i]);
-    for (int i = p->from; i < p->to; i++) {
+    for (int i = p->from; HPMLI_TRAINS && i < p->to; i++) {
         hpml_node *n = g->nodes[i];
         if (hpmli_base(p, n)->state->relives) hpmli_value_point(n, 0);
         if (n->state->again) n->saved = n->state->saved[0];
@@ -7222,18 +7264,19 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
     const hpmli_list *p       = hpmli_part_now(g);
     const hpml_hooks *h       = &g->any;
     bool              timed   = g->profile || g->ctx->trace;
-    bool              single  = timed || h->need || h->release || h->sum; /* run nodes singly */
-    bool              rare    = g->idle || g->no_targets || g->memory.host > 0;
+    bool              single  = timed || (HPMLI_TRAINS && (h->need || h->release || h->sum)); /* run nodes singly */
+    bool              rare    = HPMLI_TRAINS && (g->idle || g->no_targets || g->memory.host > 0);
     bool              replays = g->ctx->backend->begin && !single && !rare && !g->unreplayable && !g->collective;
-    bool              hooks   = backward && h->grad && g->last;
+    bool              hooks   = HPMLI_TRAINS && backward && h->grad && g->last;
     int               start   = backward ? p->turn : 0;
     int               count   = backward ? p->entry_count - p->turn : p->turn;
     int               first   = half == HPML_HALF_WEIGHTS ? p->late - p->turn : 0;
     int               piece   = 1; /* number of entries */
     hpml_status       status  = HPML_OK;
     hpml_pass         pass;
-    if (half == HPML_HALF_INPUTS) count = p->late - p->turn;
-    if (half == HPML_HALF_WEIGHTS) hpmli_entries_point(g, p, p->turn, p->late); /* other slots may have run since */
+    if (HPMLI_TRAINS && half == HPML_HALF_INPUTS) count = p->late - p->turn;
+    if (HPMLI_TRAINS && half == HPML_HALF_WEIGHTS)
+        hpmli_entries_point(g, p, p->turn, p->late); /* other slots may have run since */
     if (replays) piece = (int)hpmli_max(HPMLI_PIECES_OF_PASS, (count - 1) / HPMLI_PIECES_OF_PASS + 1);
     if (replays && !hooks) piece = count;
     memset(&pass, 0, sizeof pass); /* padding, too, because passes are compared byte by byte */
@@ -8402,11 +8445,14 @@ HPMLI_FN bool hpmli_layer_split(const char *op, const char *name, hpml_tensor **
                                 int32_t sections)
 {
     const hpml_tensor *t = *x;
+    if (!HPMLI_TRAINS) {
+        *split = HPML_SPLIT_NONE;
+        return true;
+    }
     if ((int)*split < 0 || *split > HPML_SPLIT_IN || sections < 0 || (sections > 1 && *split != HPML_SPLIT_OUT))
         return hpmli_false(t->ctx, HPML_ERR_ARGUMENT, "%s \"%s\": .split %d with %d sections; expected HPML_SPLIT_OUT, "
                            "or HPML_SPLIT_IN or NONE without sections", op, name ? name : "", (int)*split, sections);
     if (hpml_ctx_group(t->ctx, HPML_AXIS_TENSOR)->size == 1) *split = HPML_SPLIT_NONE;
-    if (!HPMLI_TRAINS) return true;
     if (*split == HPML_SPLIT_IN && t->split[dim] != HPML_AXIS_TENSOR)
         return hpmli_false(t->ctx, HPML_ERR_SHAPE, "%s \"%s\": .split is HPML_SPLIT_IN, and its input %s is %s; split "
                            "the layer before by HPML_SPLIT_OUT, or record hpml_group_split(x, HPML_AXIS_TENSOR, %d)",
@@ -8445,14 +8491,16 @@ HPMLI_FN bool hpmli_shared_fits(const char *op, const char *name, const hpml_ten
 {
     int64_t shape[HPML_MAX_DIMS];
     hpml_param_whole(w, shape);
-    hpml_axis axis = w->param ? w->param->axis : HPML_AXIS_DATA;
-    bool      fits = axis == part->axis && w->ndim == 2 && shape[0] == whole[0] && shape[1] == whole[1];
+    hpml_axis axis = HPMLI_TRAINS && w->param ? w->param->axis : HPML_AXIS_DATA;
+    bool      fits = w->ndim == 2 && shape[0] == whole[0] && shape[1] == whole[1];
+    if (HPMLI_TRAINS && axis != part->axis) fits = false;
     if (fits && axis != HPML_AXIS_DATA)
         fits = w->param->split_dim == part->dim && w->param->sections == hpmli_max(part->sections, 1);
     if (fits) return true;
-    const bool  split = axis != HPML_AXIS_DATA || part->axis != HPML_AXIS_DATA;
+    const bool  split = HPMLI_TRAINS && (axis != HPML_AXIS_DATA || part->axis != HPML_AXIS_DATA);
     const char *want  = "";
-    if (part->axis != HPML_AXIS_DATA) want = part->dim ? " split along dimension 1" : " split along dimension 0";
+    if (HPMLI_TRAINS && part->axis != HPML_AXIS_DATA)
+        want = part->dim ? " split along dimension 1" : " split along dimension 0";
     return hpmli_false(w->ctx, HPML_ERR_SHAPE, "%s \"%s\": the shared weight is %s%s%s, expected %s%s", op, name,
                        hpmli_describe(w), split ? ", " : "", split ? hpmli_split_text(w) : "",
                        hpmli_shape_text(w->ctx, 2, whole), want);
@@ -8472,7 +8520,7 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
     const int   last = x->ndim - 1;
     const char *name = hpmli_layer_name(x->ctx, d.name, "linear");
     if (!hpmli_layer_split("linear", name, &x, last, &d.split, d.sections)) return NULL;
-    const bool       in   = d.split == HPML_SPLIT_IN;
+    const bool       in   = HPMLI_TRAINS && d.split == HPML_SPLIT_IN;
     const hpml_axis  axis = d.split ? HPML_AXIS_TENSOR : HPML_AXIS_DATA;
     const hpmli_part rows = { axis, in, in ? x->sections : d.sections };
     const hpmli_part bias = { in ? HPML_AXIS_DATA : rows.axis, 0, rows.sections };
@@ -8493,8 +8541,8 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
     n->attr.act.slope = 0.01f;
     if (n->out && hpmli_act_reads_x(act)) n->saved_bytes = hpmli_tensor_bytes(n->out); /* saves x w^T + bias */
     hpmli_split_take(n->out, x->split, x->sections);
-    if (n->out) n->out->split[last] = (int8_t)bias.axis;
-    if (n->out && bias.axis) n->out->sections = bias.sections;
+    if (HPMLI_TRAINS && n->out) n->out->split[last] = (int8_t)bias.axis;
+    if (HPMLI_TRAINS && n->out && bias.axis) n->out->sections = bias.sections;
     return in ? hpmli_layer_sum(n->out, after, d.activation) : n->out;
 }
 
@@ -8678,8 +8726,8 @@ HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
     hpml_node *n = hpmli_node_create(HPML_OP_PERMUTE, NULL, 1, &x, x->ndim, shape);
     for (int i = 0; i < x->ndim; i++) n->attr.permute.dims[i] = dims[i];
     hpmli_node_batch(n, dims[0] == 0 ? x->batch_rows : 0);
-    for (int i = 0; i < x->ndim && n->out; i++) n->out->split[i] = x->split[dims[i]];
-    if (n->out) n->out->sections = x->sections;
+    for (int i = 0; HPMLI_TRAINS && i < x->ndim && n->out; i++) n->out->split[i] = x->split[dims[i]];
+    if (HPMLI_TRAINS && n->out) n->out->sections = x->sections;
     return n->out;
 }
 
@@ -8823,7 +8871,7 @@ HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
     n->attr.slice.dim = dim;
     if (dim == 0) hpmli_node_batch(n, 0);
     hpmli_split_take(n->out, x[0]->split, x[0]->sections);
-    if (n->out && x[0]->split[dim])
+    if (HPMLI_TRAINS && n->out && x[0]->split[dim])
         n->out->sections = (int32_t)(shape[dim] * hpmli_sections(x[0], dim) / x[0]->shape[dim]);
     return n->out;
 }
@@ -8848,7 +8896,7 @@ HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "sum of %s: no dimension %d", hpmli_describe(x), dim);
     memcpy(shape, x->shape, sizeof shape);
     if (dim >= 0) shape[dim] = 1;
-    for (int i = 0; i < x->ndim; i++) {
+    for (int i = 0; HPMLI_TRAINS && i < x->ndim; i++) {
         if (!x->split[i] || (dim >= 0 && dim != i)) continue;
         hpmli_split_refuse("sum", x, i, "each rank would have a part of it");
         return NULL;
@@ -9005,7 +9053,7 @@ HPMLI_FN hpml_tensor *hpmli_take_record(const char *op, hpml_tensor *x, int dim,
     if (dim < 0 || dim >= x->ndim || m < 1)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s of %s along dimension %d: no such dimension, or a result of %lld",
                           op, hpmli_describe(x), dim, (long long)m);
-    for (int i = 0; i < x->ndim; i++)
+    for (int i = 0; HPMLI_TRAINS && i < x->ndim; i++)
         if (x->split[i] && (i == dim || index)) {
             hpmli_split_refuse(op, x, i, "the op needs it whole");
             return NULL;
@@ -9137,7 +9185,7 @@ HPMLI_FN hpml_tensor *hpmli_max_record(hpml_tensor *x, int dim, bool index)
     if (!hpmli_recordable(1, &x)) return NULL;
     if (dim < 0 || dim >= x->ndim || x->shape[dim] > INT32_MAX)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "max of %s: no dimension %d", hpmli_describe(x), dim);
-    if (x->split[dim]) {
+    if (HPMLI_TRAINS && x->split[dim]) {
         hpmli_split_refuse("max", x, dim, "each rank would have a part of it");
         return NULL;
     }
@@ -9294,6 +9342,10 @@ HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
     c.x_pixel = c.nhwc ? c.groups * c.C : 1;
     c.y_pixel = c.nhwc ? c.groups * c.OC : 1;
     c.taps    = (int64_t)a->conv.kernel[0] * a->conv.kernel[1];
+    c.act     = a->conv.act;
+    c.weights = n->src[1] ? n->src[1]->data : NULL;
+    c.bias    = n->src[2] ? n->src[2]->data : NULL;
+    if (HPMLI_SMALL) return c;
     c.x_pitch = (c.W + 2 * a->conv.padding[1]) * c.C;
     c.x_first = a->conv.padding[0] * c.x_pitch + a->conv.padding[1] * c.C;
     /* Kernels read and write whole tiles of pixels, so unused memory is allocated behind the padded image of x and
@@ -9307,10 +9359,6 @@ HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
     c.run_floats   = c.taps * c.C / (c.runs[0] * c.runs[1]);
     c.run_step[0]  = a->conv.dilation[0] * c.x_pitch;
     c.run_step[1]  = a->conv.dilation[1] * c.C;
-    c.act          = a->conv.act;
-    c.weights      = n->src[1] ? n->src[1]->data : NULL;
-    c.bias         = n->src[2] ? n->src[2]->data : NULL;
-    if (HPMLI_SMALL) return c;
     hpmli_conv_grids(&c, n);
     if (n->state && n->state->keeps) hpmli_conv_expands(&c);
     if (!c.by_grids) hpmli_conv_scratch(&c, n);
@@ -9384,7 +9432,7 @@ HPMLI_FN bool hpmli_conv_choose(hpml_tensor *x, const int64_t *shape, hpml_attr 
 HPMLI_FN bool hpmli_conv_params(hpml_tensor *x, const char *name, int64_t out, const hpml_attr *a,
                                 const hpml_conv2d_desc *d, hpml_tensor **src)
 {
-    const bool       in   = d->split == HPML_SPLIT_IN;
+    const bool       in   = HPMLI_TRAINS && d->split == HPML_SPLIT_IN;
     const hpml_axis  axis = d->split ? HPML_AXIS_TENSOR : HPML_AXIS_DATA;
     const hpmli_part part = { axis, in, in ? x->sections : 1 };
     const hpmli_part rest = { in ? HPML_AXIS_DATA : part.axis, 0, 1 };
@@ -9439,10 +9487,10 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     hpmli_conv_attr(&a, &d);
     const int channels = x->layout == HPML_NHWC ? 3 : 1; /* the dimension of the channels */
     if (x->ndim == 4 && !hpmli_layer_split("conv2d", d.name, &x, channels, &d.split, 0)) return NULL;
-    const bool  in  = d.split == HPML_SPLIT_IN;
+    const bool  in  = HPMLI_TRAINS && d.split == HPML_SPLIT_IN;
     const char *why = hpmli_conv_check(x, out, &a);
-    if (!why && d.split && a.conv.groups != 1) why = "groups with .split; set one of them";
-    for (int i = 0; i < x->ndim && !why; i++)
+    if (HPMLI_TRAINS && !why && d.split && a.conv.groups != 1) why = "groups with .split; set one of them";
+    for (int i = 0; HPMLI_TRAINS && i < x->ndim && !why; i++)
         if (x->split[i] && !(in && i == channels)) why = "the input is split along another dimension than its channels";
     if (why)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "conv2d \"%s\": input %s, %lld outputs, kernel %dx%d, stride %dx%d, "
@@ -9461,7 +9509,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     n->attr          = a;
     n->scratch_bytes = bytes;
     if (in) return hpmli_conv_sum(n->out, bias, d.activation);
-    if (n->out && d.split) hpmli_split_set(n->out, channels, HPML_AXIS_TENSOR, 1);
+    if (HPMLI_TRAINS && n->out && d.split) hpmli_split_set(n->out, channels, HPML_AXIS_TENSOR, 1);
     return n->out;
 }
 
@@ -9908,7 +9956,7 @@ HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
                             p > 0 || n->accumulate[2] ? 1.0f : 0.0f, channels);
     if (n->src[0]->grad && hpmli_conv_is_1x1(&c)) hpmli_conv_1x1(&c, true);
 }
-HPMLI_OP(conv2d, HPMLI_OP_PRODUCT | HPMLI_OP_PACKS | HPMLI_OP_KEEPS_DZ | HPMLI_OP_SPLIT_OWN,
+HPMLI_OP(conv2d, HPMLI_OP_PRODUCT | HPMLI_OP_PACKS | HPMLI_OP_KEEPS_DZ | HPMLI_OP_SPLIT_OWN | HPMLI_OP_IMAGES,
          HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0),
          hpmli_flops_product(n, back, n->src[1]->stride[0]), hpmli_conv2d_pass(run, n), hpmli_conv2d_back(run, n));
 
@@ -10290,7 +10338,7 @@ HPMLI_FN void hpmli_conv_transpose_back(const hpml_run *run, hpml_node *n)
     hpmli_conv2d_pass(run, m);
     if (n->accumulate[0]) run->ctx->k->vadd(dx, dx, sum, hpml_tensor_count(n->src[0]));
 }
-HPMLI_OP(conv_transpose2d, HPMLI_OP_PRODUCT | HPMLI_OP_PACKS | HPMLI_OP_SPLIT_OWN, HPMLI_NEED_BOTH,
+HPMLI_OP(conv_transpose2d, HPMLI_OP_PRODUCT | HPMLI_OP_PACKS | HPMLI_OP_SPLIT_OWN | HPMLI_OP_IMAGES, HPMLI_NEED_BOTH,
          2 * (double)hpml_tensor_count(n->src[0]) * (double)n->src[1]->stride[0] *
              (back ? n->src[0]->needs_grad + n->src[1]->needs_grad : 1),
          hpmli_conv_transpose_pass(run, n), hpmli_conv_transpose_back(run, n));
@@ -10338,7 +10386,8 @@ HPML_API hpml_tensor *hpml_conv_transpose2d(hpml_tensor *x, int64_t out, const h
         if (size[i] < 1 || extra[i] < 0 || extra[i] >= hpmli_max(stride, a.conv.dilation[i]))
             why = "the result would have no pixels, or extra_h or extra_w is not below stride or dilation";
     }
-    if (!why && (d.split || hpmli_is_split(x))) why = "a split is not supported; record hpml_group_gather first";
+    if (HPMLI_TRAINS && !why && (d.split || hpmli_is_split(x)))
+        why = "a split is not supported; record hpml_group_gather first";
     if (!why) hpmli_image_shape(x, out, size[0], size[1], shape);
     if (!why) hpmli_set_shape(&y, 4, shape);
     if (!why) why = hpmli_conv_check(&y, hpmli_image(x, 0), &a);
@@ -10553,10 +10602,10 @@ HPMLI_FN void hpmli_pooling(const hpml_run *run, hpml_node *n, bool back)
     hpmli_for_each_parallel(run, n, back, n->out->shape[0] * (nhwc ? 1 : n->out->shape[1]), 1,
                             nhwc ? hpmli_pool_image : hpmli_pool_plane);
 }
-HPMLI_OP(max_pool2d, HPMLI_OP_SPLIT_PLANE, 0, hpmli_flops_pointwise(n, back), hpmli_pooling(run, n, false),
-         hpmli_pooling(run, n, true));
-HPMLI_OP(avg_pool2d, HPMLI_OP_SPLIT_PLANE, 0, hpmli_flops_pointwise(n, back), hpmli_pooling(run, n, false),
-         hpmli_pooling(run, n, true));
+HPMLI_OP(max_pool2d, HPMLI_OP_SPLIT_PLANE | HPMLI_OP_IMAGES, 0, hpmli_flops_pointwise(n, back),
+         hpmli_pooling(run, n, false), hpmli_pooling(run, n, true));
+HPMLI_OP(avg_pool2d, HPMLI_OP_SPLIT_PLANE | HPMLI_OP_IMAGES, 0, hpmli_flops_pointwise(n, back),
+         hpmli_pooling(run, n, false), hpmli_pooling(run, n, true));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>norm   batch normalization; softmax, layernorm, rmsnorm: row by row
@@ -10577,7 +10626,8 @@ typedef struct hpmli_centre { float mean, rstd, rest; } hpmli_centre;
    (NULL without affine), running mean, running variance. */
 HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *desc, hpml_op op)
 {
-    const bool     batch = op == HPML_OP_BATCHNORM;
+    static const char names[4][16] = { "weight", "bias", "running_mean", "running_var" };
+    const bool     batch = HPMLI_HAS(HPMLI_OP_IMAGES) && op == HPML_OP_BATCHNORM;
     hpml_norm_desc d;
     hpml_tensor   *src[5] = { x, NULL, NULL, NULL, NULL };
     if (!hpmli_recordable(1, &x) || !HPMLI_COPY_DESC(x->ctx, "norm", d, desc)) return NULL;
@@ -10599,11 +10649,11 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
     int64_t     whole[HPML_MAX_DIMS], *c = &whole[batch ? 1 : x->ndim - 1]; /* *c: channels (features) of the whole x */
     hpmli_part  part = { batch ? (hpml_axis)x->split[1] : HPML_AXIS_DATA, 0, x->sections };
     hpml_param_whole(x, whole);
-    if (!d.no_affine) src[1] = hpmli_layer_part(x->ctx, name, "weight", HPML_INIT_ONES, 0, 1, c, &part);
-    if (!d.no_affine && op != HPML_OP_RMSNORM)
-        src[2] = hpmli_layer_part(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, c, &part);
-    if (batch) src[3] = hpmli_layer_part(x->ctx, name, "running_mean", HPML_INIT_ZEROS, 0, 1, c, &part);
-    if (batch) src[4] = hpmli_layer_part(x->ctx, name, "running_var", HPML_INIT_ONES, 0, 1, c, &part);
+    for (int i = 1; i < (batch ? 5 : 3); i++) {
+        if (i < 3 && (d.no_affine || (i == 2 && op == HPML_OP_RMSNORM))) continue;
+        const hpml_init init = i == 1 || i == 4 ? HPML_INIT_ONES : HPML_INIT_ZEROS;
+        src[i] = hpmli_layer_part(x->ctx, name, names[i - 1], init, 0, 1, c, &part);
+    }
     for (int i = 3; i < 5 && src[i]; i++) {
         src[i]->param->buffer = true;
         src[i]->needs_grad    = false;
@@ -10755,7 +10805,7 @@ HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, bool backwa
     if (status == HPML_OK) hpmli_parallel(run->ctx, j.C, hpmli_bn_task, &j);
     return status;
 }
-HPMLI_OP(batchnorm, HPMLI_OP_JOINS_BATCH | HPMLI_OP_SPLIT_PLANE,
+HPMLI_OP(batchnorm, HPMLI_OP_JOINS_BATCH | HPMLI_OP_SPLIT_PLANE | HPMLI_OP_IMAGES,
          HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI_NEED_OUT : 0), hpmli_flops_pointwise(n, back),
          return hpmli_bn_run(run, n, false), return hpmli_bn_run(run, n, true));
 
@@ -10966,8 +11016,8 @@ HPMLI_FN hpml_status hpmli_embedding_back(const hpml_run *run, hpml_node *n)
     }
     return HPML_OK;
 }
-HPMLI_OP(embedding, HPMLI_OP_INDEX_0 | HPMLI_OP_SPLIT_ANY, HPMLI_NEED_SRC(0), hpmli_flops_pointwise(n, back),
-         return hpmli_embedding_pass(run, n), return hpmli_embedding_back(run, n));
+HPMLI_OP(embedding, HPMLI_OP_INDEX_0 | HPMLI_OP_SPLIT_ANY | HPMLI_OP_SEQUENCES, HPMLI_NEED_SRC(0),
+         hpmli_flops_pointwise(n, back), return hpmli_embedding_pass(run, n), return hpmli_embedding_back(run, n));
 
 /* Records y[i] = table[token[i]]; backward adds dy[i] to row token[i] of the table's gradient, in the order of i.
    Sources of the node: tokens, table. */
@@ -10975,7 +11025,7 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
                                      const hpml_embedding_desc *desc)
 {
     hpml_embedding_desc d;
-    int64_t             table[2];
+    int64_t             table[2], shape[HPML_MAX_DIMS];
     hpml_tensor        *src[2];
     if (!hpmli_recordable(1, &tokens) || !HPMLI_COPY_DESC(tokens->ctx, "embedding", d, desc)) return NULL;
     if (tokens->dtype != HPML_DTYPE_I32 || tokens->ndim >= HPML_MAX_DIMS || vocabulary < 1 || width < 1)
@@ -10985,7 +11035,7 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
     const char *name = hpmli_layer_name(tokens->ctx, d.name, "embedding");
     bool        parts = HPMLI_TRAINS && d.split && hpml_ctx_group(tokens->ctx, HPML_AXIS_TENSOR)->size > 1;
     hpmli_part  part = { parts ? HPML_AXIS_TENSOR : HPML_AXIS_DATA, 0, 1 };
-    if ((int)d.split < 0 || d.split > HPML_SPLIT_OUT || (parts && d.sparse))
+    if (HPMLI_TRAINS && ((int)d.split < 0 || d.split > HPML_SPLIT_OUT || (parts && d.sparse)))
         return hpmli_null(tokens->ctx, HPML_ERR_UNSUPPORTED, "embedding \"%s\": .split %d%s; expected HPML_SPLIT_OUT, "
                           "by vocabulary, and then no .sparse", name ? name : "", (int)d.split,
                           d.sparse ? " with .sparse" : "");
@@ -11002,15 +11052,16 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
                           "the table is %s on the backend \"%s\"; leave it false", name, hpmli_describe(src[1]),
                           tokens->ctx->backend->name);
     if (d.sparse && !hpmli_rows_create(src[1])) return NULL;
-    hpml_custom own = HPMLI_ZEROED; /* the op that is recorded if ranks share the vocabulary */
+    memcpy(shape, tokens->shape, sizeof shape);
+    shape[tokens->ndim] = width;
+    if (!parts) return hpmli_node_create(HPML_OP_EMBEDDING, name, 2, src, tokens->ndim + 1, shape)->out;
+    hpml_custom own = HPMLI_ZEROED; /* ranks share the vocabulary */
     own.name     = "embedding";
     own.forward  = hpmli_embedding_pass;
     own.backward = hpmli_embedding_back;
     own.keeps    = HPML_KEEP_SRC(0);
     own.ndim     = tokens->ndim + 1;
-    memcpy(own.shape, tokens->shape, sizeof own.shape);
-    own.shape[tokens->ndim] = width;
-    if (!parts) return hpmli_node_create(HPML_OP_EMBEDDING, name, 2, src, own.ndim, own.shape)->out;
+    memcpy(own.shape, shape, sizeof own.shape);
     hpml_tensor *y = hpmli_vocabulary_op(src, &own, src[1]->shape[0], 0, 0);
     if (y) y->name = name;
     hpmli_split_take(y, tokens->split, tokens->sections);
@@ -11079,13 +11130,13 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
     const int32_t size = hpml_ctx_group(qkv->ctx, (hpml_axis)qkv->split[2])->size; /* ranks that share the heads */
     const bool plain = d.kv_heads == d.heads && !d.cache;
     const bool fits = !qkv->split[2] || (plain && d.heads % size == 0 && hpmli_sections(qkv, 2) == 3);
-    if (!fits || qkv->split[0] || qkv->split[1])
+    if (HPMLI_TRAINS && (!fits || qkv->split[0] || qkv->split[1]))
         return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input %s is %s, with %d heads; expected a split along "
                           "dimension 2 alone in 3 sections (.sections of the linear layer before) and heads that "
                           "divide among the %d ranks, neither .kv_heads nor .cache", hpmli_describe(qkv),
                           hpmli_split_text(qkv), d.heads, size);
-    if (qkv->split[2]) d.heads /= size;
-    if (qkv->split[2]) d.kv_heads /= size;
+    if (HPMLI_TRAINS && qkv->split[2]) d.heads /= size;
+    if (HPMLI_TRAINS && qkv->split[2]) d.kv_heads /= size;
     if (d.heads < 1 || d.kv_heads < 1 || d.heads % d.kv_heads != 0 || qkv->ndim != 3 ||
         qkv->shape[2] % (d.heads + 2 * d.kv_heads) != 0)
         return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input is %s with %d heads and %d of keys, expected "
@@ -11287,7 +11338,7 @@ HPMLI_FN hpml_status hpmli_attention_back(const hpml_run *run, hpml_node *n)
 
 /* Operations for a sample of T time steps and C channels: 2 T T C for q k^T, as many for softmax(q k^T) v, half of both
    if causal; backward twice as many. */
-HPMLI_OP(attention, HPMLI_OP_SPLIT_OWN | HPMLI_OP_INDEX_1 | HPMLI_OP_PAIRS_ROWS | HPMLI_OP_PACKS,
+HPMLI_OP(attention, HPMLI_OP_SPLIT_OWN | HPMLI_OP_INDEX_1 | HPMLI_OP_PAIRS_ROWS | HPMLI_OP_PACKS | HPMLI_OP_SEQUENCES,
          HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT,
          (n->attr.attention.causal ? 2 : 4) * (double)hpml_tensor_count(n->out) *
              (double)(n->src_count > 3 ? n->src[3] : n->out)->shape[1] * (back ? 2 : 1),
@@ -11307,7 +11358,8 @@ HPML_API hpml_tensor *hpml_rotary(hpml_tensor *x, const hpml_rotary_desc *desc)
     if (x->ndim != 3 || d.heads < 1 || C % d.heads != 0 || d.rotated < 0 || d.rotated > d.heads)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "rotary: x is %s with %d heads, %d of them rotated; expected "
                           "(B, T, heads D)", hpmli_describe(x), d.heads, d.rotated);
-    if (x->split[0] || x->split[1] || d.heads % size != 0 || (x->split[2] && d.rotated % section != 0))
+    if (HPMLI_TRAINS &&
+        (x->split[0] || x->split[1] || d.heads % size != 0 || (x->split[2] && d.rotated % section != 0)))
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "rotary: %s is %s, with %d heads, %d of them rotated; expected a "
                           "split along dimension 2 alone, in whole heads, and whole sections that are rotated",
                           hpmli_describe(x), hpmli_split_text(x), d.heads, d.rotated);
@@ -11365,8 +11417,8 @@ HPMLI_FN void hpmli_rotary_step(const hpmli_work *w, int64_t t, int thread HPMLI
         else hpmli_rotary_row(w->n, y->data + row, x->data + row, c, s, false);
     }
 }
-HPMLI_WORK_OP(rotary, HPMLI_OP_SPLIT_OWN | HPMLI_OP_INDEX_1 | HPMLI_OP_PAIRS_ROWS, HPMLI_NEED_SRC(1),
-              3 * hpmli_flops_pointwise(n, back), n->out->shape[1], 1, rotary_step, rotary_step);
+HPMLI_WORK_OP(rotary, HPMLI_OP_SPLIT_OWN | HPMLI_OP_INDEX_1 | HPMLI_OP_PAIRS_ROWS | HPMLI_OP_SEQUENCES,
+              HPMLI_NEED_SRC(1), 3 * hpmli_flops_pointwise(n, back), n->out->shape[1], 1, rotary_step, rotary_step);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>recurrent   long short-term memory
@@ -11615,7 +11667,7 @@ HPMLI_FN void hpmli_lstm_back(const hpml_run *run, hpml_node *n)
     for (int64_t b = 0; b < j.B && steps; b++) /* puts da of step 0 back, for a second half of this pass */
         memcpy(j.gates + b * j.T * 4 * H, j.next[0] + b * 4 * H, (size_t)(4 * H) * sizeof(float));
 }
-HPMLI_OP(lstm, HPMLI_OP_PRODUCT | HPMLI_OP_PACKS,
+HPMLI_OP(lstm, HPMLI_OP_PRODUCT | HPMLI_OP_PACKS | HPMLI_OP_SEQUENCES,
          HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_SRC(4) | HPMLI_NEED_SRC(5) | HPMLI_NEED_OUT,
          hpmli_flops_product(n, back, 4 * (n->src[2]->shape[1] + n->src[0]->shape[2])), hpmli_lstm_pass(run, n),
          hpmli_lstm_back(run, n));
@@ -11762,7 +11814,7 @@ HPMLI_FN void hpmli_gru_back(const hpml_run *run, hpml_node *n)
     if (w_x->grad) hpmli_product(run->ctx, hpmli_transposed(da), hpmli_values(x), hpmli_grads(w_x), n->accumulate[1]);
     hpmli_gru_weights_back(&j);
 }
-HPMLI_OP(gru, HPMLI_OP_IS_WHOLE | HPMLI_OP_PACKS,
+HPMLI_OP(gru, HPMLI_OP_IS_WHOLE | HPMLI_OP_PACKS | HPMLI_OP_SEQUENCES,
          HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_SRC(5) | HPMLI_NEED_OUT,
          hpmli_flops_product(n, back, 3 * (n->out->shape[2] + n->src[0]->shape[2])), hpmli_gru_pass(run, n),
          hpmli_gru_back(run, n));
@@ -12109,7 +12161,7 @@ HPMLI_FN bool hpmli_one_array(const hpml_tensor *a, const hpml_tensor *b)
 HPMLI_FN void hpmli_wrap_open(hpmli_wrap *e, const hpml_ctx *ctx, const hpml_node *n, bool back, int64_t first,
                               int64_t samples, bool last, char *at)
 {
-    unsigned needs   = back ? hpmli_op_of(n)->needs(n) : HPMLI_NEED_OUT - 1; /* forward: the values of all sources */
+    unsigned needs   = back ? hpmli_needs_of(n) : HPMLI_NEED_OUT - 1; /* forward: the values of all sources */
     bool     product = hpmli_has_trait(n, HPMLI_OP_PRODUCT);
     memset(e, 0, offsetof(hpmli_wrap, t));
     e->node       = *n;
@@ -12319,10 +12371,10 @@ HPMLI_FN const hpml_op_impl *hpmli_wrap_ops(void)
 HPMLI_FN hpml_status hpmli_custom_call(const hpml_run *run, hpml_node *n, bool back)
 {
     const hpml_custom *d = n->attr.custom;
-    for (int i = 0; i < n->src_count && back; i++)
+    for (int i = 0; HPMLI_TRAINS && i < n->src_count && back; i++)
         if (n->src[i]->grad && !n->accumulate[i])
             run->ctx->k->vfill(n->src[i]->grad, 0, hpml_tensor_count(n->src[i]));
-    hpml_status status = back ? d->backward(run, n) : d->forward(run, n);
+    hpml_status status = HPMLI_TRAINS && back ? d->backward(run, n) : d->forward(run, n);
     if (status != HPML_OK && run->ctx->status == HPML_OK)
         hpmli_fail(run->ctx, status, "%s \"%s\": its %s returned: %s", d->name, n->out->name,
                    back ? "backward" : "forward", hpml_status_string(status));
@@ -12722,13 +12774,22 @@ HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device HPMLI_UNUSED, hpml_ctx *ctx, h
 /* Takes the optimizer steps of `count` parameters; see >>optimizers. */
 static hpml_status hpmli_cpu_update(void *device, hpml_ctx *ctx, const hpml_update *updates, int count);
 
-HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op)
+HPMLI_FN unsigned hpmli_traits_of(hpml_op op)
 {
-    static const hpmli_op_info table[HPML_OP_COUNT] = {
-#define HPMLI_OP_ROW(op, name) { hpmli_##name##_needs, hpmli_##name##_traits },
-        HPML_OPS(HPMLI_OP_ROW)
+    static const unsigned table[HPML_OP_COUNT] = {
+#define HPMLI_OP_TRAITS(op, name) hpmli_##name##_traits,
+        HPML_OPS(HPMLI_OP_TRAITS)
     };
-    return &table[op];
+    return table[op];
+}
+HPMLI_FN unsigned hpmli_needs_of(const hpml_node *n)
+{
+    switch (n->op) {
+#define HPMLI_OP_NEEDS(op, name) case HPML_OP_##op: return hpmli_##name##_needs(n);
+        HPML_OPS(HPMLI_OP_NEEDS)
+    case HPML_OP_COUNT: break;
+    }
+    return 0;
 }
 HPMLI_FN double hpmli_flops_of(const hpml_node *n, bool back)
 {
@@ -12742,7 +12803,8 @@ HPMLI_FN double hpmli_flops_of(const hpml_node *n, bool back)
 HPML_API const hpml_backend *hpml_backend_cpu(void)
 {
     static const hpml_op_impl ops[HPML_OP_COUNT] = {
-#define HPMLI_CPU_IMPL(op, name) { hpmli_##name##_forward, HPMLI_TO_TRAIN(hpmli_##name##_backward) },
+#define HPMLI_CPU_IMPL(op, name) \
+        { HPMLI_IF_HAS(name, hpmli_##name##_forward), HPMLI_TO_TRAIN(HPMLI_IF_HAS(name, hpmli_##name##_backward)) },
         HPML_OPS(HPMLI_CPU_IMPL)
     };
     static const hpml_backend cpu = {
@@ -18522,7 +18584,7 @@ HPMLI_FN char *hpmli_arrays_add(hpmli_arrays *a, hpmli_array of, int ndim, const
    is named "opt.<state>.<parameter>". */
 HPMLI_FN void hpmli_arrays_add_params(hpmli_arrays *a, hpml_array which, const hpmli_selection *chosen)
 {
-    const int k     = (int)which - HPML_ARRAY_STATE;
+    const int k     = HPMLI_TRAINS ? (int)which - HPML_ARRAY_STATE : -1;
     int       count = k < 0 ? a->ctx->param_count : a->trainer->graph->param_count; /* only the graph's have states */
     for (int i = chosen->first; i < count; i++) {
         if (chosen->only && !chosen->only[i]) continue;
@@ -19242,29 +19304,30 @@ HPMLI_FN hpml_tensor *hpmli_record_huber(const hpmli_saved_node *n)
 }
 
 typedef struct hpmli_recorder {
-    hpml_op op;
-    int     least, most; /* numbers of sources that a node of this op can have */
-    hpml_tensor *(*record)(const hpmli_saved_node *n);
+    uint8_t op, least, most; /* hpml_op; numbers of sources that a node of this op can have */
+    hpml_tensor *(*record)(const hpmli_saved_node *n); /* NULL: the op is not in this build */
 } hpmli_recorder;
+#define HPMLI_RECORDER(OP, op, least, most, function) \
+    { HPML_OP_##OP, least, most, HPMLI_IF_HAS(op, hpmli_record_##function) }
 static const hpmli_recorder hpmli_recorders[] = {
-    { HPML_OP_ADD, 2, 2, hpmli_record_add }, { HPML_OP_SUB, 2, 2, hpmli_record_sub },
-    { HPML_OP_MUL, 2, 2, hpmli_record_mul }, { HPML_OP_DIV, 2, 2, hpmli_record_div },
-    { HPML_OP_SCALE, 1, 1, hpmli_record_scale }, { HPML_OP_ACTIVATION, 1, 1, hpmli_record_activation },
-    { HPML_OP_MATMUL, 2, 2, hpmli_record_matmul }, { HPML_OP_LINEAR, 3, 3, hpmli_record_linear },
-    { HPML_OP_CONV2D, 3, 3, hpmli_record_conv2d }, { HPML_OP_CONV_TRANSPOSE2D, 2, 2, hpmli_record_conv_transpose2d },
-    { HPML_OP_MAX_POOL2D, 1, 1, hpmli_record_pool }, { HPML_OP_AVG_POOL2D, 1, 1, hpmli_record_pool },
-    { HPML_OP_RESHAPE, 1, 1, hpmli_record_reshape }, { HPML_OP_PERMUTE, 1, 1, hpmli_record_permute },
-    { HPML_OP_SLICE, 1, 1, hpmli_record_slice }, { HPML_OP_CONCAT, 1, HPML_MAX_SRC, hpmli_record_concat },
-    { HPML_OP_SUM, 1, 1, hpmli_record_sum }, { HPML_OP_MAX, 1, 1, hpmli_record_max },
-    { HPML_OP_MAP, 1, 3, hpmli_record_map }, { HPML_OP_TAKE, 1, 2, hpmli_record_take },
-    { HPML_OP_MASK, 1, 1, hpmli_record_mask }, { HPML_OP_SOFTMAX, 1, 1, hpmli_record_softmax },
-    { HPML_OP_LOG_SOFTMAX, 1, 1, hpmli_record_softmax }, { HPML_OP_LAYERNORM, 3, 3, hpmli_record_norm },
-    { HPML_OP_RMSNORM, 3, 3, hpmli_record_norm }, { HPML_OP_BATCHNORM, 5, 5, hpmli_record_norm },
-    { HPML_OP_DROPOUT, 1, 1, hpmli_record_dropout }, { HPML_OP_EMBEDDING, 2, 2, hpmli_record_embedding },
-    { HPML_OP_ATTENTION, 1, 3, hpmli_record_attention }, { HPML_OP_ROTARY, 1, 2, hpmli_record_rotary },
-    { HPML_OP_LSTM, 4, 6, hpmli_record_lstm }, { HPML_OP_GRU, 5, 6, hpmli_record_gru },
-    { HPML_OP_CROSS_ENTROPY, 2, 2, hpmli_record_cross_entropy }, { HPML_OP_BCE_WITH_LOGITS, 2, 2, hpmli_record_bce },
-    { HPML_OP_MSE, 2, 2, hpmli_record_mse }, { HPML_OP_HUBER, 2, 2, hpmli_record_huber } };
+    HPMLI_RECORDER(ADD, add, 2, 2, add), HPMLI_RECORDER(SUB, sub, 2, 2, sub), HPMLI_RECORDER(MUL, mul, 2, 2, mul),
+    HPMLI_RECORDER(DIV, div, 2, 2, div), HPMLI_RECORDER(SCALE, scale, 1, 1, scale),
+    HPMLI_RECORDER(ACTIVATION, activation, 1, 1, activation), HPMLI_RECORDER(MATMUL, matmul, 2, 2, matmul),
+    HPMLI_RECORDER(LINEAR, linear, 3, 3, linear), HPMLI_RECORDER(CONV2D, conv2d, 3, 3, conv2d),
+    HPMLI_RECORDER(CONV_TRANSPOSE2D, conv_transpose2d, 2, 2, conv_transpose2d),
+    HPMLI_RECORDER(MAX_POOL2D, max_pool2d, 1, 1, pool), HPMLI_RECORDER(AVG_POOL2D, avg_pool2d, 1, 1, pool),
+    HPMLI_RECORDER(RESHAPE, reshape, 1, 1, reshape), HPMLI_RECORDER(PERMUTE, permute, 1, 1, permute),
+    HPMLI_RECORDER(SLICE, slice, 1, 1, slice), HPMLI_RECORDER(CONCAT, concat, 1, HPML_MAX_SRC, concat),
+    HPMLI_RECORDER(SUM, sum, 1, 1, sum), HPMLI_RECORDER(MAX, max, 1, 1, max), HPMLI_RECORDER(MAP, map, 1, 3, map),
+    HPMLI_RECORDER(TAKE, take, 1, 2, take), HPMLI_RECORDER(MASK, mask, 1, 1, mask),
+    HPMLI_RECORDER(SOFTMAX, softmax, 1, 1, softmax), HPMLI_RECORDER(LOG_SOFTMAX, log_softmax, 1, 1, softmax),
+    HPMLI_RECORDER(LAYERNORM, layernorm, 3, 3, norm), HPMLI_RECORDER(RMSNORM, rmsnorm, 3, 3, norm),
+    HPMLI_RECORDER(BATCHNORM, batchnorm, 5, 5, norm), HPMLI_RECORDER(DROPOUT, dropout, 1, 1, dropout),
+    HPMLI_RECORDER(EMBEDDING, embedding, 2, 2, embedding), HPMLI_RECORDER(ATTENTION, attention, 1, 3, attention),
+    HPMLI_RECORDER(ROTARY, rotary, 1, 2, rotary), HPMLI_RECORDER(LSTM, lstm, 4, 6, lstm),
+    HPMLI_RECORDER(GRU, gru, 5, 6, gru), HPMLI_RECORDER(CROSS_ENTROPY, cross_entropy, 2, 2, cross_entropy),
+    HPMLI_RECORDER(BCE_WITH_LOGITS, bce_with_logits, 2, 2, bce), HPMLI_RECORDER(MSE, mse, 2, 2, mse),
+    HPMLI_RECORDER(HUBER, huber, 2, 2, huber) };
 
 HPMLI_FN const hpmli_recorder *hpmli_recorder_of(hpml_op op) /* NULL: model files cannot have this op */
 {
@@ -19777,6 +19840,7 @@ HPMLI_FN bool hpmli_read_node(hpmli_model_reader *r)
     }
     if (r->j.bad || !op || n.rows < 0 || n.rows > INT32_MAX) return hpmli_model_wrong(r, "a node");
     const hpmli_recorder *by = hpmli_recorder_of(n.op);
+    if (by && !hpmli_has_op(r->ctx, n.op)) return false;
     if (!by)
         return hpmli_false(r->ctx, HPML_ERR_UNSUPPORTED, "\"%s\": the model has an op \"%s\", which this version of "
                            "hpml does not read; take a later one", r->path, op);
@@ -21015,6 +21079,14 @@ HPMLI_VEC_INLINE HV(f32) HV(silu_derivative)(HV(f32) x)
 HPMLI_KERNEL void HV(act_forward)(hpml_act act, float slope, float *to, const float *from, int64_t n)
 {
     HV(f32) s = HV(set1)(slope);
+#if HPMLI_SMALL /* one loop for all functions */
+#define HPMLI_ACT_CASE(name, f, df) case HPML_ACT_##name: y = f; break;
+    HV_LOOP(n) {
+        HV(f32) x = HV(load_upto)(from + i, c), y = x;
+        switch (act) { HPMLI_ACTS(HPMLI_ACT_CASE) }
+        HV(store_upto)(to + i, y, c);
+    }
+#else
     switch (act) {
 #define HPMLI_ACT_CASE(name, f, df)                                                                                    \
     case HPML_ACT_##name:                                                                                              \
@@ -21025,6 +21097,7 @@ HPMLI_KERNEL void HV(act_forward)(hpml_act act, float slope, float *to, const fl
         break;
         HPMLI_ACTS(HPMLI_ACT_CASE)
     }
+#endif
 }
 
 HPMLI_KERNEL void HV(act_backward)(hpml_act act, float slope, float *dx, const float *dy, const float *xs,
@@ -21095,7 +21168,7 @@ HPMLI_KERNEL void HV(vaxpbypc)(float *y, float a, const float *x, float b, const
 HPMLI_VEC_INLINE void HV(lstm_prefetch)(const hpmli_lstm_cells *s, int64_t r)
 {
     const int64_t at = (r + 2) * s->T * s->H;
-    if (r + 2 >= s->rows) return;
+    if (HPMLI_SMALL || r + 2 >= s->rows) return;
     for (int64_t i = 0; i < s->units; i += 16) {
         for (int64_t gate = 0; gate < 4; gate++) __builtin_prefetch(s->gates + 4 * at + gate * s->H + i, 1);
         __builtin_prefetch(s->cells + (r + 2) * s->c_step + i, 1);
@@ -23448,8 +23521,9 @@ HPMLI_KERNEL void HV(conv_pairs)(const hpmli_conv_copy *d, float *even, float *o
 // ---------------------------------------------------------------------------------------------------------------------
 static const hpmli_kernels HV(kernels) = {
     HPMLI_ISA_NAME, HV_LANES, HV(act_forward), HPMLI_TO_TRAIN(HV(act_backward)), HV(vadd), HV(vsub), HV(vmul),
-    HV(vdiv), HV(vfill), HV(vaxpby), HV(vscale_add), HV(vcentred), HV(vaxpbypc), HV(vsum), HV(vdot), HV(vsum_wide),
-    HV(vdot_wide), HV(vmoments), HV(vmax), HV(vamax), HV(vexp_sum), HV(vsum_rows), HV(lstm_cells),
+    HV(vdiv), HV(vfill), HV(vaxpby), HV(vscale_add), HV(vcentred), HPMLI_TO_TRAIN(HV(vaxpbypc)), HV(vsum), HV(vdot),
+    HV(vsum_wide), HV(vdot_wide), HV(vmoments), HV(vmax), HV(vamax), HV(vexp_sum), HV(vsum_rows),
+    HPMLI_IF_HAS(lstm, HV(lstm_cells)),
     HPMLI_TO_TRAIN(HV(lstm_cells_back)), HPMLI_TO_TRAIN(HV(opt_step)), HV(to_f32), HV(from_f32), HV(gemm_part),
     HPMLI_TO_BE_FAST(HV(gemm_sum)), HPMLI_HAS_BYTE_DOT, HPMLI_HAS_BF16_DOT, HPMLI_TO_BE_FAST(HV(words_part)),
     HPMLI_TO_TRAIN(HV(random)),
@@ -23460,7 +23534,7 @@ static const hpmli_kernels HV(kernels) = {
     HV(conv_to_nhwc), HPMLI_TO_BE_FAST(HV(conv_copy)), HPMLI_TO_BE_FAST(HV(conv_from_nhwc)),
     HPMLI_TO_BE_FAST(HV(conv_forward)), HPMLI_TO_BE_FAST(HV(conv_input_grad)),
     HPMLI_TO_TRAIN(HV(conv_weight_grad)), HPMLI_TO_TRAIN(HV(conv_unpack)), HPMLI_TO_BE_FAST(HV(conv_taps)),
-    HPMLI_TO_TRAIN(HV(conv_dots)), HPMLI_TO_BE_FAST(HV(conv_pairs)), HV(max_pool_row),
+    HPMLI_TO_TRAIN(HV(conv_dots)), HPMLI_TO_BE_FAST(HV(conv_pairs)), HPMLI_IF_HAS(max_pool2d, HV(max_pool_row)),
     HPMLI_TO_TRAIN(HV(max_pool_row_back)), HV(crc32c),
 };
 #undef HPMLI_ISA
@@ -23529,6 +23603,7 @@ HPMLI_FN bool hpmli_cpu_has_byte_dot(const hpmli_kernels *k)
 #endif /* HPML_IMPLEMENTATION */
 
 // CHANGES, the newest first
+//     0.1.0   HPML_NO_CONVOLUTION, HPML_NO_SEQUENCES: programs without groups of ops; HPML_NO_TRAINING: no losses
 //     0.1.0   hpml_metrics.auc; smaller programs with HPML_NO_TRAINING; products of small models take less memory
 //     0.1.0   hpml_fit_desc: validation, early stopping, checkpoints, a log; hpml_model_save and _load; own data
 //     0.1.0   attention with masks, grouped queries, rotary positions and a cache; GRU, states; maps, takes, maxima

@@ -57,6 +57,7 @@ if grep -q 'without -ffast-math' "$tmp/err"; then ok; else bad "gcc -Ofast is re
 gcc -U__BYTE_ORDER__ -D__BYTE_ORDER__=__ORDER_BIG_ENDIAN__ -w -fsyntax-only -I. "$tmp/body.c" >"$tmp/err" 2>&1
 if grep -q 'big-endian machines are not supported' "$tmp/err"; then ok; else bad "big-endian machines are refused"; fi
 for option in HPML_NO_THREADS HPML_NO_SIMD HPML_NO_TRAINING 'HPML_NO_TRAINING -DHPML_NO_SIMD' \
+    'HPML_NO_CONVOLUTION -DHPML_NO_SEQUENCES' \
     ${HPML_TEST_ALL:+HPML_STATIC HPML_DEBUG HPML_NATIVE_ONLY}; do
     try gcc -std=c99 -fsyntax-only $strict -D$option -I. "$tmp/comm.c"
 done

@@ -3,7 +3,6 @@
 # files in Python (examples/hpml_model.py), against hpml where torch is installed.
 tmp=$(mktemp -d) passed=0 failed=0 skipped=0
 trap 'rm -rf "$tmp"' EXIT
-most=129000 # bytes of text and data
 check() { # NAME TEXT: passes without a text
     if [ -z "$2" ]; then passed=$((passed + 1)); else failed=$((failed + 1)); echo "FAIL $1: $2"; fi
 }
@@ -22,23 +21,61 @@ int main(int argc, char **argv)
     return sum < 10.99f || sum > 11.01f; /* 11 rows of probabilities */
 }
 C
-if ! ${CC:-cc} -std=c99 -Os -w -I. -DHPML_STATIC -DHPML_NO_THREADS -DHPML_NO_SIMD -DHPML_NO_TRAINING \
-    -ffunction-sections -fdata-sections -Wl,--gc-sections "$tmp/predict.c" -o "$tmp/predict" -lm 2>"$tmp/err"; then
-    check "a small program" "$(head -n 3 "$tmp/err")"
-else
-    size=$(size "$tmp/predict" | awk 'NR == 2 { print $1 + $2 }')
-    echo "a program that predicts from a model file: $size bytes of text and data"
-    check "a small program" "$([ "$size" -le $most ] || echo "$size bytes, expected at most $most")"
-    check "a small program predicts" "$("$tmp/predict" tests/model_v1.safetensors || echo "exit status $?")"
-fi
-${CC:-cc} -DHPML_IMPLEMENTATION -O1 -w -I. tests/small.c -o "$tmp/save" -lm -lpthread && "$tmp/save" "$tmp"
-for options in '-O1' '-Os -DHPML_NO_SIMD -DHPML_NO_THREADS'; do
-    ${CC:-cc} -std=c99 $options -w -I. -DHPML_NO_TRAINING tests/small.c -o "$tmp/check" -lm -lpthread &&
-        "$tmp/check" "$tmp" >"$tmp/out" || echo "exit status $?" >>"$tmp/out"
-    check "HPML_NO_TRAINING $options predicts what the whole library does" "$(cat "$tmp/out")"
+# C code needs no unwind tables, and programs of an embedder are not loaded at random addresses.
+small='-std=c99 -Os -DHPML_STATIC -DHPML_NO_THREADS -DHPML_NO_SIMD -DHPML_NO_TRAINING -ffunction-sections
+    -fdata-sections -fno-asynchronous-unwind-tables -fno-pie -no-pie -Wl,--gc-sections'
+no_images=-DHPML_NO_CONVOLUTION no_sequences=-DHPML_NO_SEQUENCES
+# size NAME MOST OPTIONS: a program that predicts has at most MOST bytes of text and data.
+size() {
+    name=$1 most=$2; shift 2
+    if ! ${CC:-cc} $small -w -I. "$@" "$tmp/predict.c" -o "$tmp/predict" -lm 2>"$tmp/err"; then
+        check "a small program, $name" "$(head -n 3 "$tmp/err")"
+        return
+    fi
+    size=$(command size "$tmp/predict" | awk 'NR == 2 { print $1 + $2 }')
+    echo "a program that predicts from a model file, $name: $size bytes of text and data"
+    check "a small program, $name" "$([ "$size" -le $most ] || echo "$size bytes, expected at most $most")"
+}
+size "with all ops" 93000
+check "a small program predicts" "$("$tmp/predict" tests/model_v1.safetensors || echo "exit status $?")"
+size "without convolution" 81920 $no_images # 80 KB
+check "a small program without convolution predicts" "$(
+    "$tmp/predict" tests/model_v1.safetensors || echo "exit status $?")"
+size "without convolution and sequences" 70000 $no_images $no_sequences
+check "a small program without sequences refuses a model with embeddings" "$(
+    "$tmp/predict" tests/model_v1.safetensors && echo "it predicts")"
+${CC:-cc} -std=c99 -DHPML_IMPLEMENTATION -O1 -w -I. tests/small.c -o "$tmp/save" -lm -lpthread && "$tmp/save" "$tmp"
+# predicts SUFFIX OPTIONS: what a program without training predicts, and what it refuses
+predicts() {
+    suffix=$1; shift
+    ${CC:-cc} -std=c99 -w -I. -DHPML_NO_TRAINING "$@" tests/small.c -o "$tmp/check" -lm -lpthread &&
+        "$tmp/check" "$tmp" "$suffix" >"$tmp/out" || echo "exit status $?" >>"$tmp/out"
+    check "HPML_NO_TRAINING $* predicts what the whole library does" "$(cat "$tmp/out")"
+}
+predicts fast -O1
+predicts all -Os -DHPML_NO_SIMD -DHPML_NO_THREADS
+predicts text -Os -DHPML_NO_SIMD -DHPML_NO_THREADS $no_images
+predicts images -Os -DHPML_NO_SIMD -DHPML_NO_THREADS $no_sequences
+for same in '2.all 2.text' '0.all 0.images' '1.all 1.images'; do
+    check "ops that are left out change no bit: $same" "$(cd "$tmp" && cmp $same 2>&1)"
+done
+printf '#define HPML_IMPLEMENTATION\n#include "hpml.h"\nint main(void) { return 0; }\n' >"$tmp/body.c"
+cp "$tmp/body.c" "$tmp/body.cc"
+for compiler in gcc clang g++; do
+    case $compiler in *++) source=body.cc dialect=-std=c++17 ;; *) source=body.c dialect=-std=c99 ;; esac
+    if ! command -v $compiler >/dev/null; then
+        skipped=$((skipped + 3))
+        echo "skip 3 checks (no $compiler)"
+        continue
+    fi
+    for options in $no_images $no_sequences \
+        "$no_images $no_sequences -DHPML_NO_TRAINING -DHPML_NO_SIMD -DHPML_NO_THREADS -DHPML_STATIC"; do
+        check "$compiler $options, without a warning" "$($compiler $dialect -Wall -Wextra -Wconversion -Wshadow \
+            -fsyntax-only -I. $options "$tmp/$source" 2>&1 | head -n 5)"
+    done
 done
 if ! command -v python3 >/dev/null; then
-    skipped=2
+    skipped=$((skipped + 2))
     echo "skip 2 checks (no python3)"
 else
     python3 examples/hpml_model.py tests/model_v1.safetensors >"$tmp/out" 2>&1
@@ -55,7 +92,7 @@ PY
         got=$(python3 "$tmp/run.py" "$tmp/house" 2>&1 | tail -n 1)
         check "PyTorch computes what hpml does" "$([ "$want" = "$got" ] || echo "$got, expected $want")"
     else
-        skipped=1
+        skipped=$((skipped + 1))
         echo "skip 1 checks (no torch)"
     fi
     rm -rf examples/__pycache__
