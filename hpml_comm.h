@@ -20240,7 +20240,7 @@ HPMLC_FN hpml_status hpmlc_forecast_memory(hpmlc_maker *k, int64_t *out, const h
 HPMLC_FN void hpmlc_forecast_read(const hpmlc_maker *k, hpml_prediction *out)
 {
     const hpmlc_play *y = k->y;
-    const int64_t     period = k->p->strategy == HPML_STRATEGY_SYNC || k->p->servers > 0 ? 1 : k->p->period;
+    const int64_t     period = hpmlc_plan_meets(k->p) ? k->p->period : 1;
     const double      steps = (double)((y->steps - y->from) * period);
     int               readers = 0;
     for (int r = 0; r < y->unit && r < y->workers; r++, readers++) {
