@@ -214,6 +214,8 @@
 //     simulate-step   a step of training in virtual time
 //     pipe-simulate   pipelines in virtual time; drawing them
 //     play   programs of all ranks in virtual time
+//     play-servers   programs in virtual time: servers that serve first what comes first, ranks with their own pace
+//     play-acts   programs in virtual time: performing a rank's acts
 //     program   the programs of a plan's ranks: layers, buckets, pipeline tasks
 //     program-step   the programs of a plan's ranks: whole steps, by strategy
 //     machines   machines by name, fabrics of nodes, what binds a layer
@@ -1499,18 +1501,25 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
    a layer is hpml_comm_compute and has one parameter. All ranks play their programs in virtual time by the queue, links
    and network cards of hpml_simulate. On more than 64 ranks, where ranks are equal, one unit of them is played for all
    (whole replicas on whole nodes; of axis tensor one node), so thousands of ranks take milliseconds to seconds. (Not
-   equal are ranks of strategy ps, and with algorithms in which some ranks serve others, as where their number is no
+   equal are ranks with servers, and with algorithms in which some ranks serve others, as where their number is no
    power of two: then all are played, some 0.1 us a message. Where messages of several axes come to a card at the same
    time, which is first depends on the rank, and equal ranks differ: in tests by up to 8 %.) hpml_simulate remains for
    layers whose seconds were measured, without a plan: the same moves on the same cards, without the sum of the losses.
 
+   Where workers do not wait for all others (backup, ssp with a staleness, async) a server takes what arrives first, and
+   a step is one of a steady state: .step_s is the number of workers / the sum of the steps that each does in a second,
+   counted when the start is over. With hogwild it is a rank's own time, with the bandwidth of its memory for the values
+   that ranks share. With federated it is a round / .period, the mean of 36 rounds where .share draws clients.
+
    Exact on up to 64 ranks: strategy sync without codec and delayed, any data x pipe x tensor, all schedules that empty
-   the pipeline, shard 0 to 3; exact sums; factors of layers without bias; strategies ps, local, block, elastic, gossip
-   (but for random pairs); the steady steps of schedules stash and vertical. Nearly, in tests within 3 %: delayed;
-   codecs (equal stripes, no time to pack). Not compared with trainings: axes sequence and expert. Layers with several
-   parameters differ where a bucket ends between two of them. On more ranks losses are taken to be added up in
-   log2(ranks) rounds (within 1 %), and equal replicas to have the blocks of the first one. Refused with
-   HPML_ERR_UNSUPPORTED: strategies whose messages depend on who is first (backup, ssp, async, federated, hogwild);
+   the pipeline, shard 0 to 3; exact sums; factors of layers without bias; strategies ps, federated, local, block,
+   elastic, gossip (but for random pairs); the steady steps of schedules stash and vertical, of ssp and, with workers
+   that are equally fast, of async and backup. Nearly, in tests within 1 %: async and backup with others
+   (network.slow), whose order never repeats; within 3 %: delayed; codecs (equal stripes, no time to pack). Not compared
+   with trainings: axes sequence and expert. Left out: network.jitter; the two small messages by which
+   hpml_trainer_fit asks for each batch of async; rows of sparse tables. Layers with several parameters differ where a
+   bucket ends between two of them. On more ranks losses are taken to be added up in log2(ranks) rounds (within 1 %),
+   and equal replicas to have the blocks of the first one. Refused with HPML_ERR_UNSUPPORTED: hogwild on several nodes;
    exact sums and factors with servers, a codec or other axes than data; shard with schedules stash and vertical. */
 
 /* How the nodes of a machine are joined. The farther apart nodes are (hpml_fabric.hops), the more routers add to the
@@ -1608,7 +1617,7 @@ typedef enum hpml_term { /* parts of which the time of a step is the sum: see hp
 } hpml_term;
 HPML_API const char *hpml_term_name(hpml_term term); /* "compute", "update", ...; NULL: there is none */
 
-/* What hpml_forecast says of a step. Times are means over the ranks that compute and the steps after the first. */
+/* What hpml_forecast says of a step. Times are means over the ranks that compute and the steps after the first ones. */
 struct hpml_prediction {
     double    step_s;       /* seconds of a step: the sum of all terms */
     double    term_s[HPML_TERM_COUNT]; /* compute; update; idle time of a pipeline; communication that no
@@ -1617,7 +1626,8 @@ struct hpml_prediction {
     double    exposed_s;    /* seconds of communication that no computation hides: the terms from DATA on */
     double    exposed_link_s[2]; /* of .exposed_s, the seconds on links [0] within nodes and [1] between nodes */
     double    bubble;       /* idle share of a pipeline: HPML_TERM_BUBBLE / step_s */
-    double    samples_s;    /* samples a second, of all ranks */
+    double    samples_s;    /* samples a second, of all ranks; backup: of gradients that are not left out; federated:
+                               of drawn clients */
     int64_t   rank_bytes;   /* bytes sent in a step by the rank that sends most */
     int64_t   between_bytes; /* bytes sent in a step from node to node, by all ranks */
     int64_t   memory;       /* bytes of the rank that needs most: parameters, gradients, states, activations */
@@ -1643,9 +1653,10 @@ HPML_API int hpml_roofline_text(const hpml_model_facts *facts, const hpml_machin
 /* Searches for the most samples a second. Tried are plans that differ from .base in the fields pipe, tensor, schedule,
    micro, shard, algorithm and codec, where .base has 0; data is what the other axes leave. If at most .exhaustive plans
    are legal, all are forecast; else a Metropolis walk takes the next legal value of one field at a time, and begins
-   again at the best plan when it has not found a better one for a while. These forecasts are of one step (plans with
-   servers: of eight), play equal replicas once on any number of ranks, and begin where a plan differs from one of the
-   last plans: the same bits as a whole forecast. In the end, the plans found are forecast for three steps. */
+   again at the best plan when it has not found a better one for a while. These forecasts are of one step (with servers
+   and hogwild of as many as hpml_forecast plays), play equal replicas once on any number of ranks, and begin where a
+   plan differs from one of the last plans: the same bits as a whole forecast. In the end, the plans found are forecast
+   for as many steps as by hpml_forecast. */
 typedef struct hpml_search_desc {
     uint32_t  _begin;
     hpml_plan base;       /* set fields stay */
@@ -12416,11 +12427,17 @@ HPMLC_FN bool hpmlc_has_feedback(const hpml_distributed *d)
     return codec->has_residual && !d->plan.codec.no_feedback;
 }
 
+/* Returns how many of the `workers` clients of strategy federated are drawn for each round. */
+HPMLC_FN int64_t hpmlc_plan_drawn(const hpml_plan *p, int workers)
+{
+    return p->share > 0 ? (int64_t)ceil((double)p->share * workers - 1e-6) : workers;
+}
+
 /* Returns whether this rank, a client of strategy federated, is drawn for round number `round`. */
 HPMLC_FN bool hpmlc_is_drawn(const hpml_distributed *d, int64_t round)
 {
     const int     workers = hpmlc_servers_of(d)->workers;
-    const int64_t drawn   = d->plan.share > 0 ? (int64_t)ceil((double)d->plan.share * workers - 1e-6) : workers;
+    const int64_t drawn   = hpmlc_plan_drawn(&d->plan, workers);
     return hpml_permute_index(d->plan.seed, (uint64_t)round, workers, d->c->rank % workers) < drawn;
 }
 
@@ -17445,11 +17462,12 @@ typedef struct hpmlc_sim_rank { /* a simulated rank: its current round (move) an
     int64_t bytes;       /* bytes sent by the current move */
     int     tag;         /* of the current move: it receives only messages whose sender's move has this tag */
     bool    far, far_from; /* only in programs (>>play): whether `to`, `from` is on another node */
-    int     want;        /* the rank whose message is awaited; -1: none */
+    int     want;        /* the rank whose message is awaited; -1: none; HPMLC_SIM_ANY: listens (hpmlc_sim.hear) */
     int     first, last; /* indices of the first and last letter to this rank, -1: none */
     int     next;        /* the rank after this one in the same run (hpmlc_sim_push), -1: none */
 } hpmlc_sim_rank;
 
+enum { HPMLC_SIM_ANY = -2 };
 typedef enum hpmlc_sim_kind { HPMLC_SIM_ALLREDUCE, HPMLC_SIM_ALL_TO_ALL, HPMLC_SIM_ALLGATHER } hpmlc_sim_kind;
 
 typedef struct hpmlc_sim hpmlc_sim;
@@ -17486,6 +17504,10 @@ struct hpmlc_sim {
     size_t            state_bytes;
     bool            (*program)(hpmlc_sim *s, int r); /* sets actor r's move; false: none. NULL: no programs */
     void            (*mark)(hpmlc_sim *s);  /* called before each message is sent; NULL: none */
+    double            heard;              /* the earliest arrival of a message to an actor that listens, that is, waits
+                                             for the message of any sender that comes first; 1e300: there is none */
+    void            (*hear)(hpmlc_sim *s);  /* lets that actor take the message; no other can arrive earlier any more */
+    void            (*letter_came)(hpmlc_sim *s, int r, int i); /* letter i was kept for actor r, which listens */
 };
 
 HPMLC_FN void hpmlc_sim_close(hpmlc_sim *s)
@@ -17510,6 +17532,7 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net, int s
     s->rate[0]     = net->inside.bandwidth > 0 ? 1 / net->inside.bandwidth : 0;
     s->rate[1]     = net->between.bandwidth > 0 ? 1 / net->between.bandwidth : 0;
     s->free_letter = -1;
+    s->heard       = 1e300;
     s->state_bytes = (6 * n + 2 * cards) * sizeof(double) + 2 * n * (sizeof(int64_t) + sizeof(hpmlc_sim_event)) +
                      n * (HPMLC_PHASES * sizeof(hpmlc_phase) + sizeof(hpmlc_sim_rank) + 2 * sizeof(int32_t)) + more;
     s->state       = calloc(1, s->state_bytes);
@@ -17721,6 +17744,7 @@ HPMLC_FN void hpmlc_sim_keep(hpmlc_sim *s, int r, int from, double arrival)
     if (q->first < 0) q->first = i;
     else s->letter[q->last].next = i;
     q->last = i;
+    if (q->want == HPMLC_SIM_ANY) s->letter_came(s, r, i);
 }
 
 /* Simulates the rounds of rank r until r is about to send (then r is put into the queue), must wait for a message, or
@@ -17752,10 +17776,14 @@ HPMLC_FN void hpmlc_sim_begin(hpmlc_sim *s) /* fills the queue with the ranks th
 }
 
 /* Simulates the collective of s message by message: repeatedly takes, from the queue, the rank with the earliest clock,
-   and sends its next message. */
+   and sends its next message. An actor that listens takes a message when all ranks of the queue have later clocks. */
 HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
 {
-    while (s->runs > 0 && !s->failed) {
+    while ((s->runs > 0 || s->heard < 1e300) && !s->failed) {
+        if (s->heard < 1e300 && (s->runs == 0 || s->heard < s->heap[0].time)) {
+            s->hear(s);
+            continue;
+        }
         if (s->mark) s->mark(s);
         int             r = hpmlc_sim_pop(s), to = s->rank[r].to;
         double          arrival = hpmlc_sim_send(s, r, to, s->rank[r].bytes);
@@ -18428,6 +18456,7 @@ typedef enum hpmlc_act_kind { /* words after a point are fields of hpmlc_act */
     HPMLC_ACT_COLLECT, /* takes part in the collective .collective of the ranks of .group */
     HPMLC_ACT_POST,    /* lets the background begin its next job */
     HPMLC_ACT_WAIT,    /* waits for the background's job number .peer of this step */
+    HPMLC_ACT_LISTEN, HPMLC_ACT_TAKE, HPMLC_ACT_ANSWER, /* of servers: see >>play-servers */
     HPMLC_ACT_END      /* ends the step; in the background's list: ends the job */
 } hpmlc_act_kind;
 
@@ -18456,6 +18485,9 @@ typedef struct hpmlc_act {
     int64_t          n;
     double           seconds;
     int32_t          first;   /* the first step in which the act takes place */
+    int32_t          drawn, ahead; /* .drawn above 0 (federated): the act takes place only if so many clients are drawn
+                                 for the round .ahead rounds later and its client is one of them: the rank itself or,
+                                 in a server's program, worker .peer */
     hpml_term        term;    /* the part of a step's time to which computing and waiting in this act are added */
 } hpmlc_act;
 
@@ -18492,6 +18524,8 @@ typedef struct hpmlc_actor {
                                        for messages, not in bubbles, [0] within a node, [1] between nodes */
 } hpmlc_actor;
 
+typedef struct hpmlc_pace hpmlc_pace;       /* >>play-servers */
+typedef struct hpmlc_asker hpmlc_asker;
 typedef struct hpmlc_moments hpmlc_moments; /* >>delta */
 typedef struct hpmlc_memo hpmlc_memo;
 typedef struct hpmlc_play {
@@ -18518,6 +18552,11 @@ typedef struct hpmlc_play {
     double        *posted, *ended;  /* (unit, jobs) virtual time when each rank's job of that number in the step was
                                        posted last, and ended last */
     int            jobs;            /* most jobs that a role has in a step */
+    bool           paced;           /* true: ranks do not step together (strategies backup, ssp, async, hogwild); then
+                                       .steps and .from count the steps that each worker has computed itself */
+    hpmlc_pace    *pace;            /* (unit) if .paced: how far each rank is */
+    hpmlc_asker   *asker;           /* (servers, workers) if .paced: the workers, as each server knows them */
+    bool           starting, going; /* if .paced, with servers: a worker has not computed .from, .steps steps yet */
     hpmlc_layouts *layouts;
     hpmlc_moments *moments;         /* states of the play, for later plays to begin with; NULL: none are kept */
     int64_t        sent, due;       /* messages sent until now; the state is kept again when .sent is so large */
@@ -18699,6 +18738,244 @@ HPMLC_FN bool hpmlc_collect_move(hpmlc_play *y, int a, const hpmlc_act *act)
     return true;
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>play-servers   programs in virtual time: servers that serve first what comes first, ranks with their own pace
+// ---------------------------------------------------------------------------------------------------------------------
+/* Where ranks do not step together (hpmlc_play.paced), a server repeats three acts, as in >>servers-step:
+     LISTEN   receives the request (tag 0) that arrives first, of all workers'; of equal ones that of the lowest rank.
+              It does so when all ranks that are about to send have later clocks: then no other can arrive earlier
+     TAKE     receives gradients (tag 1) of .n bytes. With .peer 0 that of the request, which makes a step by itself.
+              With .peer m, in backup: once m workers ask for the server's round, all of theirs, which make a step;
+              that of a request for an earlier round at once: it is left out. A step takes .seconds seconds
+     ANSWER   answers each worker whose gradient was taken, unless it is more than .peer steps ahead of the slowest one:
+              a message (tag 0), then values of .n bytes (tag 1)
+   A play ends when each worker has computed .steps steps itself; faster ones go on until then, because they load
+   servers and links. When each worker has computed .from steps, its rate begins to count: its steps in a second, over
+   a multiple of 12 of them, because equal workers repeat what they do every 1, 2, 3, 4 or 6 steps. Steps that a worker
+   skips, in backup, count. The seconds of a step are the number of workers / the sum of their rates. */
+
+enum { HPMLC_PACE_CYCLE = 12 };
+struct hpmlc_asker { /* a worker, as a server knows it */
+    int32_t clock;   /* number of steps that the worker has done */
+    bool    asks;    /* its request has come, its gradient is not taken yet */
+    bool    taken;   /* its gradient is taken, its request is not answered yet */
+};
+
+struct hpmlc_pace {  /* how far a rank is */
+    double  heard;   /* server that listens: arrival of the first request to it; 1e300: none, or it does not listen */
+    int32_t round;   /* server, in backup: number of steps that it has made */
+    int32_t ready;   /* server: number of workers that have asked for its next step and wait */
+    int32_t begin, end, at; /* server: the acts TAKE and ANSWER concern workers of [begin, end); now worker .at */
+    int32_t slowest; /* server: the fewest steps that a worker has done, in act ANSWER */
+    bool    makes;   /* server: the current act TAKE makes a step */
+    int32_t done;    /* worker: number of steps that it has computed itself */
+    int32_t counted; /* worker: 1 + number of steps that it has computed itself since .since; 0: .since is not set */
+    int32_t first, last;  /* worker: number of its steps at the times .since and .until */
+    double  since, until; /* worker: end of the step from which on its steps count; end of the last that counts */
+    double  term[HPML_TERM_COUNT], link[2]; /* those of its actor, from .since to .until */
+};
+
+/* Returns the workers as the server of rank `server` knows them. */
+HPMLC_FN hpmlc_asker *hpmlc_askers(const hpmlc_play *y, int server) /* (workers) */
+{
+    return y->asker + (int64_t)(server - y->workers) * y->workers;
+}
+
+/* Sets the fields of a paced play that follow from the states of its ranks. Where one worker is much slower than the
+   others, the start and the play end when enough steps are done without it. */
+HPMLC_FN void hpmlc_pace_count(hpmlc_play *y)
+{
+    const int64_t workers = hpmlc_min(y->unit, y->workers);
+    int64_t       done = 0;
+    y->starting = y->going = false;
+    for (int r = 0; r < workers; r++) {
+        done += y->pace[r].done;
+        y->starting = y->starting || y->pace[r].done < y->from;
+        y->going    = y->going || y->pace[r].done < y->steps;
+    }
+    y->starting = y->starting && done < 4 * workers * y->from;
+    y->going    = y->going && done < 16 * workers * y->steps;
+}
+
+HPMLC_FN void hpmlc_pace_ears(hpmlc_play *y) /* sets net.heard to the first arrival that a server hears */
+{
+    y->net.heard = 1e300;
+    for (int r = y->workers; r < y->unit; r++) y->net.heard = fmin(y->net.heard, y->pace[r].heard);
+}
+
+HPMLC_FN void hpmlc_play_letter(hpmlc_sim *s, int a, int i) /* letter i was kept for server a, which listens */
+{
+    hpmlc_pace *p = &hpmlc_play_of(s)->pace[a / 2];
+    if (s->letter[i].tag != 0) return;
+    p->heard = fmin(p->heard, s->letter[i].arrival);
+    s->heard = fmin(s->heard, p->heard);
+}
+
+HPMLC_FN void hpmlc_act_listen(hpmlc_play *y, int a)
+{
+    y->net.rank[a].want = HPMLC_SIM_ANY;
+    for (int i = y->net.rank[a].first; i >= 0; i = y->net.letter[i].next) hpmlc_play_letter(&y->net, a, i);
+}
+
+HPMLC_FN void hpmlc_actor_next(hpmlc_play *y, int a);
+/* Lets the server that hears a request at the time s->heard receive it, and go on. */
+HPMLC_FN void hpmlc_play_hear(hpmlc_sim *s)
+{
+    hpmlc_play *y = hpmlc_play_of(s);
+    int         r = y->workers, from = s->p;
+    while (y->pace[r].heard > s->heard) r++;
+    const int a = 2 * r + 1;
+    for (int i = s->rank[a].first; i >= 0; i = s->letter[i].next)
+        if (s->letter[i].tag == 0 && s->letter[i].arrival <= s->heard && s->letter[i].from < from)
+            from = s->letter[i].from;
+    s->rank[a].want  = -1;
+    s->rank[a].tag   = 0;
+    y->pace[r].heard = 1e300;
+    hpmlc_sim_take(s, a, from);
+    y->actor[a].partner = from / 2;
+    hpmlc_askers(y, r)[from / 2].asks = true;
+    hpmlc_actor_next(y, a);
+    hpmlc_sim_advance(s, a, false);
+    hpmlc_pace_ears(y);
+}
+
+/* Sets the move of server a: it receives the next gradient of act TAKE. False: none is left; then makes the step. */
+HPMLC_FN bool hpmlc_take_move(hpmlc_play *y, int a, const hpmlc_act *act)
+{
+    hpmlc_pace  *p = &y->pace[a / 2];
+    hpmlc_asker *all = hpmlc_askers(y, a / 2);
+    const int    one = y->actor[a].partner;
+    if (!y->actor[a].begun) {
+        const bool late = y->actor[2 * one + 1].step < p->round;
+        p->ready += !late;
+        p->makes = !late && p->ready >= act->peer;
+        p->begin = late || act->peer == 0 ? one : 0;
+        p->end   = late || act->peer == 0 ? one + 1 : y->workers;
+        if (!late && !p->makes) p->end = p->begin;
+        if (p->makes) p->ready = 0;
+        p->at = p->begin;
+    }
+    y->actor[a].begun = true;
+    for (; p->at < p->end; p->at++) {
+        hpmlc_asker *w = &all[p->at];
+        if (!w->asks) continue;
+        w->asks  = false;
+        w->taken = true;
+        w->clock = (int32_t)hpmlc_max(y->actor[2 * p->at + 1].step + 1, p->round);
+        hpmlc_play_set(y, a, act->group, -1, p->at, act->n, 1);
+        if (act->n > 0) return true;
+    }
+    if (!p->makes) return false;
+    y->net.clock[a] += act->seconds * (y->network->slow ? y->network->slow[y->actor[a].rank] : 1);
+    p->round += act->peer > 0;
+    return false;
+}
+
+/* Sets the move of server a: it sends the next message of act ANSWER. False: no worker is left that it may answer. */
+HPMLC_FN bool hpmlc_answer_move(hpmlc_play *y, int a, const hpmlc_act *act)
+{
+    hpmlc_pace  *p = &y->pace[a / 2];
+    hpmlc_asker *all = hpmlc_askers(y, a / 2);
+    const int    tag = act->n > 0 ? y->net.rank[a].round % 2 : 0;
+    if (!y->actor[a].begun && act->peer < INT32_MAX) { /* other workers may have waited for this one */
+        p->begin   = 0;
+        p->end     = y->workers;
+        p->slowest = INT32_MAX;
+        for (int k = 0; k < y->workers; k++) p->slowest = (int32_t)hpmlc_min(p->slowest, all[k].clock);
+    }
+    if (!y->actor[a].begun) p->at = p->begin;
+    y->actor[a].begun = true;
+    if (tag == 0) {
+        while (p->at < p->end && !(all[p->at].taken && all[p->at].clock - p->slowest <= act->peer)) p->at++;
+        if (p->at >= p->end) return false;
+        all[p->at].taken = false;
+    }
+    hpmlc_play_set(y, a, act->group, p->at, -1, tag == 0 ? (int64_t)sizeof(hpmlc_answer) : act->n, tag);
+    return true;
+}
+
+/* Act END of own thread a, a worker's, in a paced play: goes on with the step that the servers have come to. */
+HPMLC_FN void hpmlc_pace_end(hpmlc_play *y, int a)
+{
+    hpmlc_actor *actor = &y->actor[a];
+    hpmlc_pace  *p = &y->pace[a / 2];
+    const double now = y->net.clock[a];
+    int64_t      next = y->workers < y->ranks ? INT32_MAX : 0;
+    for (int r = y->workers; r < y->ranks; r++) next = hpmlc_min(next, hpmlc_askers(y, r)[a / 2].clock);
+    next = hpmlc_max(next, actor->step + 1);
+    for (int i = actor->step; i < next && i < y->steps; i++) y->ends[i] = fmax(y->ends[i], now);
+    hpmlc_actor_next(y, a);
+    actor->step = (int)next;
+    p->done++;
+    hpmlc_pace_count(y);
+    if (y->workers < y->ranks ? y->starting : p->done < y->from) return;
+    if (p->counted == 0) {
+        memset(actor->term, 0, sizeof actor->term);
+        memset(actor->link, 0, sizeof actor->link);
+        p->since = now;
+        p->first = actor->step;
+    }
+    p->counted++;
+    if (p->counted > HPMLC_PACE_CYCLE && p->counted % HPMLC_PACE_CYCLE != 1) return;
+    p->until = now;
+    p->last  = actor->step;
+    memcpy(p->term, actor->term, sizeof p->term);
+    memcpy(p->link, actor->link, sizeof p->link);
+}
+
+/* Sets .step_s and the terms of *out, which are 0, by the rates of the workers of a paced play. A worker that is too
+   slow to have a rate counts as one that does nothing; in backup, where all workers go on with the rounds, it does not
+   count. Returns how many steps a worker has done since the beginning, in the mean. */
+HPMLC_FN int64_t hpmlc_pace_read(const hpmlc_play *y, hpml_prediction *out)
+{
+    const int  workers = (int)hpmlc_min(y->unit, y->workers);
+    const bool rounds = y->workers < y->unit && y->pace[y->workers].round > 0;
+    double     rate = 0;
+    int64_t    steps = 0;
+    int        rated = 0;
+    for (int r = 0; r < workers; r++) {
+        const hpmlc_pace *p = &y->pace[r];
+        steps += y->actor[2 * r + 1].step;
+        if (p->until <= p->since) continue;
+        rate += (p->last - p->first) / (p->until - p->since);
+        rated++;
+    }
+    if (rated > 0) out->step_s = (rounds ? rated : workers) / rate;
+    for (int r = 0; r < workers; r++) {
+        const hpmlc_pace *p = &y->pace[r];
+        const double      share = p->until > p->since ? out->step_s / rated / (p->until - p->since) : 0;
+        for (int t = 0; t < HPML_TERM_COUNT; t++) out->term_s[t] += share * p->term[t];
+        for (int t = 0; t < 2; t++) out->exposed_link_s[t] += share * p->link[t];
+    }
+    return hpmlc_max(steps / workers, 1);
+}
+
+/* Sets by the plan whether ranks have their own pace, and how many steps are played. With staleness s the start is long
+   enough that a worker which is 1/16 faster than the slowest gets s steps ahead and is held back. */
+HPMLC_FN void hpmlc_pace_choose(hpmlc_play *y, const hpml_plan *p)
+{
+    const bool holds = p->strategy == HPML_STRATEGY_SSP;
+    y->paced = p->strategy == HPML_STRATEGY_BACKUP || p->strategy == HPML_STRATEGY_ASYNC ||
+               p->strategy == HPML_STRATEGY_HOGWILD || (holds && p->staleness > 0);
+    if (y->paced) y->from = 16 + (holds ? 16 * (int)hpmlc_min(p->staleness, 16) : 0);
+    if (y->paced || (p->strategy == HPML_STRATEGY_FEDERATED && p->share > 0)) y->steps = y->from + 3 * HPMLC_PACE_CYCLE;
+}
+
+/* Gives a paced play its arrays, in the memory `at`, which is zero. */
+HPMLC_FN void hpmlc_pace_begin(hpmlc_play *y, char *at)
+{
+    y->pace            = (hpmlc_pace *)(void *)at;
+    y->asker           = (hpmlc_asker *)(void *)(y->pace + y->unit);
+    y->net.hear        = hpmlc_play_hear;
+    y->net.letter_came = hpmlc_play_letter;
+    for (int r = 0; r < y->unit; r++) y->pace[r].heard = 1e300;
+    hpmlc_pace_count(y);
+    hpmlc_pace_ears(y);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>play-acts   programs in virtual time: performing a rank's acts
+// ---------------------------------------------------------------------------------------------------------------------
 /* Adds `seconds`, which actor a, a rank's own thread (not its background), has waited in `act`, to .term[act->term] of
    the actor and, unless the term is HPML_TERM_BUBBLE, to .link[far]: waits for links between nodes (far: true) or
    within one. Steps before y->from do not count. */
@@ -18742,6 +19019,10 @@ HPMLC_FN void hpmlc_act_end(hpmlc_play *y, int a)
 {
     hpmlc_actor *actor = &y->actor[a];
     const double now = y->net.clock[a];
+    if (y->paced) {
+        hpmlc_pace_end(y, a);
+        return;
+    }
     if (a % 2 == 1) {
         if (y->ends[actor->step] < now) y->ends[actor->step] = now;
         hpmlc_actor_next(y, a);
@@ -18769,7 +19050,9 @@ HPMLC_FN void hpmlc_act_post(hpmlc_play *y, int a)
 HPMLC_FN const hpmlc_act *hpmlc_actor_act(hpmlc_play *y, int a)
 {
     hpmlc_actor *actor = &y->actor[a];
-    if (a % 2 == 1) return actor->step < y->steps ? &actor->acts->item[actor->at] : NULL;
+    bool goes_on = actor->step < y->steps;
+    if (y->paced) goes_on = y->workers < y->ranks ? y->going : y->pace[a / 2].done < y->steps;
+    if (a % 2 == 1) return goes_on ? &actor->acts->item[actor->at] : NULL;
     actor->idle = actor->jobs >= y->actor[a + 1].jobs;
     if (actor->idle || actor->acts->count == 0) return NULL;
     const double posted = y->posted[(int64_t)(a / 2) * y->jobs + actor->jobs % actor->acts->jobs];
@@ -18777,8 +19060,16 @@ HPMLC_FN const hpmlc_act *hpmlc_actor_act(hpmlc_play *y, int a)
     return &actor->acts->item[actor->at];
 }
 
+/* Returns whether the client of act `act` of own thread a is drawn: see hpmlc_act.drawn. */
+HPMLC_FN bool hpmlc_act_is_drawn(const hpmlc_play *y, int a, const hpmlc_act *act)
+{
+    const int     client = a / 2 < y->workers ? a / 2 : act->peer;
+    const int64_t round  = (int64_t)y->actor[a].step + act->ahead;
+    return hpml_permute_index(y->seed, (uint64_t)round, y->workers, client) < act->drawn;
+}
+
 /* Performs the acts of actor a until one sends or receives a message, which becomes the actor's current move. False:
-   the actor's acts are over, or it waits for the other actor of its rank. */
+   the actor's acts are over, or it waits for the other actor of its rank, or it listens. */
 HPMLC_FN bool hpmlc_play_move(hpmlc_sim *s, int a)
 {
     hpmlc_play      *y = hpmlc_play_of(s);
@@ -18789,7 +19080,7 @@ HPMLC_FN bool hpmlc_play_move(hpmlc_sim *s, int a)
         const double slow = y->network->slow ? y->network->slow[actor->rank] : 1;
         if (a % 2 == 1) hpmlc_actor_waited(y, a, act, s->waited[a], q->far_from);
         s->waited[a] = 0;
-        if (actor->step < act->first) {
+        if (actor->step < act->first || (act->drawn > 0 && !hpmlc_act_is_drawn(y, a, act))) {
             hpmlc_actor_next(y, a);
             continue;
         }
@@ -18815,6 +19106,15 @@ HPMLC_FN bool hpmlc_play_move(hpmlc_sim *s, int a)
         case HPMLC_ACT_POST: hpmlc_act_post(y, a); break;
         case HPMLC_ACT_WAIT:
             if (!hpmlc_job_over(y, a, act)) return false;
+            hpmlc_actor_next(y, a);
+            break;
+        case HPMLC_ACT_LISTEN: hpmlc_act_listen(y, a); return false;
+        case HPMLC_ACT_TAKE:
+            if (hpmlc_take_move(y, a, act)) return true;
+            hpmlc_actor_next(y, a);
+            break;
+        case HPMLC_ACT_ANSWER:
+            if (hpmlc_answer_move(y, a, act)) return true;
             hpmlc_actor_next(y, a);
             break;
         case HPMLC_ACT_END: hpmlc_act_end(y, a); break;
@@ -18910,7 +19210,7 @@ HPMLC_FN void hpmlc_compute_add(const hpmlc_maker *k, double seconds, hpml_term 
 HPMLC_FN void hpmlc_message_add(const hpmlc_maker *k, hpmlc_act_kind kind, int group, int peer, int tag, int64_t bytes)
 {
     hpmlc_act *act = NULL;
-    if (bytes > 0)
+    if (bytes > 0 || kind > HPMLC_ACT_RECEIVE)
         act = hpmlc_act_add(&k->role->own, kind, group,
                             group == HPML_AXIS_PIPE ? HPML_TERM_BUBBLE : HPML_TERM_SERVERS);
     if (!act) return;
@@ -19293,11 +19593,13 @@ HPMLC_FN void hpmlc_flow_add(hpmlc_maker *k)
 
 /* Makes the program of a rank whose own thread exchanges. Strategies local, block and elastic: plan.period steps, then
    the meeting. Gossip: a step, with the neighbours' values before the update. Exact sums: the sum of losses, the
-   largest gradient of each layer, the sums as 64-bit integers, then the update. */
+   largest gradient of each layer, the sums as 64-bit integers, then the update. Hogwild: a step; as a part of the
+   update a rank reads the shared values to two arrays (12 bytes a float) and adds its changes to them (16 bytes). */
 HPMLC_FN void hpmlc_own_add(hpmlc_maker *k)
 {
     const int     group = HPMLC_GROUP_REPLICAS, steps = hpmlc_plan_meets(k->p) ? k->p->period : 1;
     const int64_t span = (int64_t)hpmlc_stage_floats(k);
+    const double  shared = k->p->strategy == HPML_STRATEGY_HOGWILD ? 28 * (double)span : 0; /* bytes */
     hpmlc_acts   *own = &k->role->own;
     hpmlc_act    *act = NULL;
     int64_t       params = 0, floats = 0;
@@ -19313,10 +19615,11 @@ HPMLC_FN void hpmlc_own_add(hpmlc_maker *k)
             hpmlc_allreduce_add(k, own, group, params, sizeof(float), HPML_TERM_DATA);
             hpmlc_allreduce_add(k, own, group, floats, sizeof(int64_t), HPML_TERM_DATA);
             if (own->count > 0) own->item[own->count - 1].algorithm = k->p->algorithm; /* of 64-bit integers */
-        } else if (!hpmlc_plan_meets(k->p) && hpmlc_group_size(k->y, group) > 1)
+        } else if (k->p->strategy == HPML_STRATEGY_GOSSIP && hpmlc_group_size(k->y, group) > 1)
             act = hpmlc_collect_add(own, group, HPMLC_MIX, 4 * span, 1, HPML_TERM_DATA);
         if (act) act->peer = (int32_t)k->p->topology;
         hpmlc_compute_add(k, hpmlc_update_seconds(k, (double)span), HPML_TERM_UPDATE);
+        if (shared > 0 && k->m->bandwidth > 0) hpmlc_compute_add(k, shared / k->m->bandwidth, HPML_TERM_UPDATE);
     }
     if (hpmlc_plan_meets(k->p))
         hpmlc_allreduce_add(k, own, group, span + HPMLC_MEET_STATS, sizeof(float), HPML_TERM_DATA);
@@ -19347,38 +19650,69 @@ HPMLC_FN int64_t hpmlc_push_bytes(const hpmlc_maker *k, int s)
     return (int64_t)((double)packed * ((double)floats / (double)all));
 }
 
-/* Makes the program of a worker with strategy ps: one step, in which it pushes a part of its gradient to each server
-   and then gets the new values of each server's range. */
+/* Adds the message (tag 1) with the floats between a worker and a server. With strategy federated it is sent only if
+   the client is drawn for the round `ahead` rounds later. */
+HPMLC_FN void hpmlc_floats_add(const hpmlc_maker *k, hpmlc_act_kind kind, int peer, int64_t bytes, int ahead)
+{
+    hpmlc_acts *own = &k->role->own;
+    const int   before = own->count;
+    hpmlc_message_add(k, kind, HPMLC_GROUP_ALL, peer, 1, bytes);
+    if (own->count == before || k->p->strategy != HPML_STRATEGY_FEDERATED) return;
+    own->item[before].drawn = (int32_t)hpmlc_plan_drawn(k->p, k->y->workers);
+    own->item[before].ahead = ahead;
+}
+
+/* Makes the program of a worker: one step, in which it pushes a part of its gradient to each server and then gets the
+   new values of each server's range; with strategy federated one round: if the client is drawn for it, it computes
+   plan.period steps and pushes its parameters; if it is drawn for the next round, it gets the new ones. */
 HPMLC_FN void hpmlc_worker_add(hpmlc_maker *k)
 {
-    const int all = HPMLC_GROUP_ALL, w = k->y->workers;
+    const bool  averages = k->p->strategy == HPML_STRATEGY_FEDERATED;
+    const int   all = HPMLC_GROUP_ALL, w = k->y->workers, steps = averages ? k->p->period : 1;
+    hpmlc_acts *own = &k->role->own;
     hpmlc_buckets_cut(k);
-    hpmlc_pass_add(k);
+    for (int i = 0; i < steps; i++) {
+        hpmlc_pass_add(k);
+        if (averages) hpmlc_compute_add(k, hpmlc_update_seconds(k, hpmlc_stage_floats(k)), HPML_TERM_UPDATE);
+    }
+    for (int i = 0; i < own->count && averages; i++) own->item[i].drawn = (int32_t)hpmlc_plan_drawn(k->p, w);
     for (int s = 0; s < k->p->servers; s++) {
         hpmlc_message_add(k, HPMLC_ACT_SEND, all, w + s, 0, sizeof(hpmlc_request));
-        hpmlc_message_add(k, HPMLC_ACT_SEND, all, w + s, 0, hpmlc_push_bytes(k, s));
+        hpmlc_floats_add(k, HPMLC_ACT_SEND, w + s, hpmlc_push_bytes(k, s), 0);
     }
     for (int s = 0; s < k->p->servers; s++) {
         hpmlc_message_add(k, HPMLC_ACT_RECEIVE, all, w + s, 0, sizeof(hpmlc_answer));
-        hpmlc_message_add(k, HPMLC_ACT_RECEIVE, all, w + s, 0, hpmlc_server_floats(k, s) * (int64_t)sizeof(float));
+        hpmlc_floats_add(k, HPMLC_ACT_RECEIVE, w + s, hpmlc_server_floats(k, s) * (int64_t)sizeof(float), 1);
     }
-    hpmlc_act_add(&k->role->own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
+    hpmlc_act_add(own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
 }
 
+/* Makes the program of server s: one step, or one round of strategy federated, for which all workers ask; where workers
+   do not step together one request (>>play-servers). There a staleness above 16 counts as 16: faster workers are then
+   held back sooner, in the same steady state. */
 HPMLC_FN void hpmlc_server_add(hpmlc_maker *k, int s)
 {
-    const int     all = HPMLC_GROUP_ALL;
+    const int     all = HPMLC_GROUP_ALL, most = k->p->strategy == HPML_STRATEGY_SSP ? k->p->staleness : INT32_MAX;
     const int64_t floats = hpmlc_server_floats(k, s);
-    for (int pass = 0; pass < 2; pass++) /* pass 0: receives all requests, 1: all gradients */
-        for (int w = 0; w < k->y->workers; w++)
-            hpmlc_message_add(k, HPMLC_ACT_RECEIVE, all, w, 0,
-                              pass == 0 ? (int64_t)sizeof(hpmlc_request) : hpmlc_push_bytes(k, s));
-    hpmlc_compute_add(k, hpmlc_update_seconds(k, (double)floats), HPML_TERM_UPDATE);
+    hpmlc_acts   *own = &k->role->own;
+    if (k->y->paced) {
+        const int wanted = k->p->strategy == HPML_STRATEGY_BACKUP ? k->y->workers - k->p->backup : 0;
+        hpmlc_message_add(k, HPMLC_ACT_LISTEN, all, 0, 0, 0);
+        hpmlc_message_add(k, HPMLC_ACT_TAKE, all, wanted, 1, hpmlc_push_bytes(k, s));
+        if (own->count > 0) own->item[own->count - 1].seconds = hpmlc_update_seconds(k, (double)floats);
+        hpmlc_message_add(k, HPMLC_ACT_ANSWER, all, most < INT32_MAX ? (int)hpmlc_min(most, 16) : most, 1,
+                          floats * (int64_t)sizeof(float));
+        return;
+    }
+    for (int w = 0; w < k->y->workers; w++) hpmlc_message_add(k, HPMLC_ACT_RECEIVE, all, w, 0, sizeof(hpmlc_request));
+    for (int w = 0; w < k->y->workers; w++) hpmlc_floats_add(k, HPMLC_ACT_RECEIVE, w, hpmlc_push_bytes(k, s), 0);
+    if (k->p->strategy != HPML_STRATEGY_FEDERATED)
+        hpmlc_compute_add(k, hpmlc_update_seconds(k, (double)floats), HPML_TERM_UPDATE);
     for (int w = 0; w < k->y->workers; w++) {
         hpmlc_message_add(k, HPMLC_ACT_SEND, all, w, 0, sizeof(hpmlc_answer));
-        hpmlc_message_add(k, HPMLC_ACT_SEND, all, w, 0, floats * (int64_t)sizeof(float));
+        hpmlc_floats_add(k, HPMLC_ACT_SEND, w, floats * (int64_t)sizeof(float), 1);
     }
-    hpmlc_act_add(&k->role->own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
+    hpmlc_act_add(own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
 }
 
 /* Cuts the layers into the pieces of a pipeline: by plan.cut, read as numbers of layers in place of ops, or, if .cut is
@@ -19421,7 +19755,7 @@ HPMLC_FN bool hpmlc_programs_make(hpmlc_maker *k)
         k->role  = &y->role[r];
         k->stage = r;
         if (r >= y->size[HPML_AXIS_PIPE]) hpmlc_server_add(k, r - y->size[HPML_AXIS_PIPE]);
-        else if (k->p->strategy == HPML_STRATEGY_PS) hpmlc_worker_add(k);
+        else if (k->p->servers > 0) hpmlc_worker_add(k);
         else if (hpmlc_plan_flows(k->p)) hpmlc_flow_add(k);
         else if (k->p->exact || k->p->strategy != HPML_STRATEGY_SYNC) hpmlc_own_add(k);
         else hpmlc_sync_add(k);
@@ -19749,6 +20083,19 @@ HPMLC_FN void hpmlc_roles_free(hpmlc_role *role, int roles)
     free(role);
 }
 
+HPMLC_FN void hpmlc_play_close(hpmlc_play *y)
+{
+    hpmlc_sim_close(&y->net);
+    hpmlc_roles_free(y->role, y->roles);
+    while (y->layouts) {
+        hpmlc_layouts *l = y->layouts;
+        y->layouts = l->next;
+        free(l);
+    }
+    free(y->node);
+    free(y->posted);
+}
+
 /* Replaces AUTO in the acts by the algorithm that it chooses, if that is the same in all groups. So programs are the
    same where a plan names the algorithm that AUTO chooses in another. */
 HPMLC_FN void hpmlc_acts_choose(const hpmlc_play *y, hpmlc_acts *acts)
@@ -19849,6 +20196,8 @@ HPMLC_FN bool hpmlc_moment_load(hpmlc_play *y, const hpmlc_moment *m)
     s->letters     = m->net.letters;
     s->free_letter = m->net.free_letter;
     y->sent        = m->sent;
+    if (y->paced) hpmlc_pace_count(y);
+    if (y->paced) hpmlc_pace_ears(y);
     return true;
 }
 
@@ -19892,6 +20241,7 @@ HPMLC_FN bool hpmlc_roles_compare(hpmlc_play *y, const hpmlc_kept *kept)
 HPMLC_FN bool hpmlc_moment_fits(const hpmlc_play *y, const hpmlc_moment *m)
 {
     const hpmlc_actor *actor = hpmlc_moment_actors(y, m);
+    if (m->net.state_bytes != y->net.state_bytes) return false;
     for (int r = 0; r < y->unit; r++) {
         const hpmlc_actor *own = &actor[2 * r + 1];
         const hpmlc_role  *role = hpmlc_play_role(y, own->rank);
@@ -19977,11 +20327,6 @@ HPML_API const char *hpml_term_name(hpml_term term)
 /* Returns why the steps of a plan that hpml_plan_check accepts cannot be forecast; NULL: they can. */
 HPMLC_FN const char *hpmlc_forecast_refused(const hpml_plan *p)
 {
-    const hpml_strategy_kind s = p->strategy;
-    if (s == HPML_STRATEGY_BACKUP || s == HPML_STRATEGY_SSP || s == HPML_STRATEGY_ASYNC ||
-        s == HPML_STRATEGY_FEDERATED || s == HPML_STRATEGY_HOGWILD)
-        return "the messages of this strategy depend on which rank is first; take sync, ps, local, block or elastic, "
-               "or train in virtual time (HPML_TRANSPORT_CLOCK)";
     const bool plain = p->servers == 0 && !hpmlc_plan_splits(p) && !hpmlc_plan_packs(p);
     if (!plain && (p->exact || p->route != HPML_ROUTE_ALLREDUCE))
         return "exact sums and factors have a program only along axis data, without servers and codec; take exact=0 "
@@ -20023,6 +20368,10 @@ HPMLC_FN hpml_status hpmlc_forecast_check(const hpml_plan *plan, const hpml_mode
     hpml_status status = hpml_plan_check(plan, &f->facts, to->text, to->size);
     const char *why = status == HPML_OK ? hpmlc_forecast_refused(plan) : NULL;
     if (why) return hpmlc_refuse(to, HPML_ERR_UNSUPPORTED, "forecast: %s", why);
+    if (status == HPML_OK && plan->strategy == HPML_STRATEGY_HOGWILD &&
+        hpmlc_network_nodes(&m->network, f->facts.ranks) > 1)
+        return hpmlc_refuse(to, HPML_ERR_UNSUPPORTED, "forecast: ranks of hogwild share the memory of one node, and "
+                            "these %d ranks are on several; take fewer ranks, or strategy async", f->facts.ranks);
     if (plan->algorithm == HPML_NATIVE && status == HPML_OK)
         return hpmlc_refuse(to, HPML_ERR_UNSUPPORTED, "forecast: the moves of a native allreduce are not known; choose "
                             "another algorithm");
@@ -20114,12 +20463,15 @@ HPMLC_FN void hpmlc_play_fold(hpmlc_play *y)
 HPMLC_FN bool hpmlc_play_actors(hpmlc_play *y)
 {
     const size_t n = (size_t)y->unit, ends = (size_t)y->steps * sizeof(double), own = 2 * n * sizeof *y->actor + ends;
+    const size_t askers = (size_t)(y->ranks - y->workers) * (size_t)y->workers * sizeof *y->asker;
+    const size_t paces = y->paced ? n * sizeof *y->pace + askers : 0;
     y->posted = (double *)calloc(2 * n * (size_t)(y->jobs + 1), sizeof(double));
-    if (!hpmlc_sim_open(&y->net, 2 * y->unit, y->network, 2, own) || !y->posted) return false;
+    if (!hpmlc_sim_open(&y->net, 2 * y->unit, y->network, 2, own + paces) || !y->posted) return false;
     y->net.program = hpmlc_play_move;
     y->ends        = (double *)(void *)((char *)y->net.state + y->net.state_bytes - ends);
     y->actor       = (hpmlc_actor *)(void *)((char *)y->ends - 2 * n * sizeof *y->actor);
     y->ended       = y->posted + n * (size_t)y->jobs;
+    if (y->paced) hpmlc_pace_begin(y, (char *)y->actor - paces);
     for (int i = 0; i < y->unit; i++) {
         const int   r = i / y->narrow * y->wide + i % y->narrow;
         hpmlc_role *role = hpmlc_play_role(y, r);
@@ -20143,19 +20495,6 @@ HPMLC_FN bool hpmlc_play_actors(hpmlc_play *y)
     }
     for (int a = 0; a < 2 * y->unit; a++) y->net.clock[a] = y->origin;
     return true;
-}
-
-HPMLC_FN void hpmlc_play_close(hpmlc_play *y)
-{
-    hpmlc_sim_close(&y->net);
-    hpmlc_roles_free(y->role, y->roles);
-    while (y->layouts) {
-        hpmlc_layouts *l = y->layouts;
-        y->layouts = l->next;
-        free(l);
-    }
-    free(y->node);
-    free(y->posted);
 }
 
 /* Makes the programs of a plan for which hpmlc_forecast_begin was called, and plays y->steps steps from the clock
@@ -20184,7 +20523,8 @@ HPMLC_FN hpml_status hpmlc_play_run(hpmlc_play *y, hpmlc_maker *k, bool whole, h
     bool good = hpmlc_play_actors(y);
     if (good && !(memo && hpmlc_memo_resume(memo, y))) hpmlc_sim_begin(&y->net);
     if (good) hpmlc_sim_queue(&y->net);
-    for (int r = 0; r < y->unit && good; r++) good = !y->net.failed && y->actor[2 * r + 1].step == y->steps;
+    for (int r = 0; r < y->unit && good; r++)
+        good = !y->net.failed && (y->paced ? !y->going : y->actor[2 * r + 1].step == y->steps);
     return good ? HPML_OK : hpmlc_refuse(to, memory, "forecast: no memory for %d ranks", y->unit);
 }
 
@@ -20240,29 +20580,33 @@ HPMLC_FN hpml_status hpmlc_forecast_memory(hpmlc_maker *k, int64_t *out, const h
 HPMLC_FN void hpmlc_forecast_read(const hpmlc_maker *k, hpml_prediction *out)
 {
     const hpmlc_play *y = k->y;
-    const int64_t     period = k->p->strategy == HPML_STRATEGY_SYNC || k->p->servers > 0 ? 1 : k->p->period;
+    const int64_t     period = hpmlc_plan_meets(k->p) ? k->p->period : 1;
     const double      steps = (double)((y->steps - y->from) * period);
+    const int64_t     all = y->paced ? hpmlc_pace_read(y, out) : y->steps * period;
     int               readers = 0;
-    for (int r = 0; r < y->unit && r < y->workers; r++, readers++) {
+    for (int r = 0; r < y->unit && r < y->workers && !y->paced; r++, readers++) {
         const hpmlc_actor *a = &y->actor[2 * r + 1];
         for (int t = 0; t < HPML_TERM_COUNT; t++) out->term_s[t] += a->term[t];
         for (int t = 0; t < 2; t++) out->exposed_link_s[t] += a->link[t];
     }
-    for (int t = 0; t < HPML_TERM_COUNT; t++) out->term_s[t] /= readers * steps;
-    for (int t = 0; t < 2; t++) out->exposed_link_s[t] /= readers * steps;
+    for (int t = 0; t < HPML_TERM_COUNT && readers > 0; t++) out->term_s[t] /= readers * steps;
+    for (int t = 0; t < 2 && readers > 0; t++) out->exposed_link_s[t] /= readers * steps;
     for (int t = HPML_TERM_DATA; t < HPML_TERM_COUNT; t++) out->exposed_s += out->term_s[t];
     for (int t = HPML_TERM_UPDATE; t < HPML_TERM_COUNT; t++)
         if (out->term_s[t] > out->term_s[out->decides] || t == HPML_TERM_UPDATE) out->decides = (hpml_term)t;
     if (out->term_s[out->decides] < 0.1 * out->term_s[HPML_TERM_COMPUTE]) out->decides = HPML_TERM_COMPUTE;
     for (int r = 0; r < y->unit; r++)
         out->rank_bytes = hpmlc_max(out->rank_bytes, y->net.bytes[2 * r] + y->net.bytes[2 * r + 1]);
-    out->rank_bytes /= y->steps * period;
-    out->between_bytes = y->net.between / (y->steps * period) * (y->ranks / y->unit);
-    out->step_s  = (y->ends[y->steps - 1] - (y->from > 0 ? y->ends[y->from - 1] : y->origin)) / steps;
+    out->rank_bytes /= all;
+    out->between_bytes = y->net.between / all * (y->ranks / y->unit);
+    if (!y->paced) out->step_s = (y->ends[y->steps - 1] - (y->from > 0 ? y->ends[y->from - 1] : y->origin)) / steps;
     out->bubble  = out->step_s > 0 ? out->term_s[HPML_TERM_BUBBLE] / out->step_s : 0;
     const double shares = hpmlc_plan_workers(k->p, y->ranks);
     out->samples_s = out->step_s > 0 ? (double)k->samples * shares / out->step_s : 0;
     if (k->p->global_batch > 0 && out->step_s > 0) out->samples_s = (double)k->p->global_batch / out->step_s;
+    if (k->p->strategy == HPML_STRATEGY_BACKUP) out->samples_s *= (y->workers - k->p->backup) / shares;
+    if (k->p->strategy == HPML_STRATEGY_FEDERATED)
+        out->samples_s *= (double)hpmlc_plan_drawn(k->p, y->workers) / shares;
     out->played  = y->unit;
     out->buckets = y->role[0].background.jobs;
 }
@@ -20283,6 +20627,7 @@ HPMLC_FN hpml_status hpmlc_forecast_begin(hpmlc_maker *k, hpmlc_play *y, const h
     y->steps   = plan->servers > 0 ? 8 : 3;
     y->from    = 1;
     y->seed    = plan->seed;
+    hpmlc_pace_choose(y, plan);
     if (hpmlc_plan_flows(plan)) {
         y->from  = plan->pipe + 1; /* the pipeline is full; its steps repeat with a period of 1, 2, 3 ... steps */
         y->steps = y->from + 12;
@@ -20322,7 +20667,7 @@ HPMLC_FN hpml_status hpmlc_forecast_plan(const hpml_plan *plan, const hpml_model
     if (!memo) hpml_machine_network(machine, facts->facts.ranks, &net);
     status = hpmlc_forecast_begin(&k, &y, plan, facts, machine, &resolved, memo ? &memo->network : &net, to);
     if (loose) y.loose = true;
-    if (memo && plan->servers == 0 && !hpmlc_plan_flows(plan)) {
+    if (memo && plan->servers == 0 && !hpmlc_plan_flows(plan) && !y.paced) {
         y.steps = 1;
         y.from  = 0;
     }

@@ -5,7 +5,7 @@
 #include "test.h"
 #include <time.h>
 
-enum { WIDTH = 8, MOST = 12, STEPS = 3, REAL_STEPS = 6, REAL_RANKS = 8 };
+enum { WIDTH = 8, MOST = 12, STEPS = 3, REAL_STEPS = 6, REAL_RANKS = 8, PACED_RANKS = 11, PACED_STEPS = 240 };
 
 /* A model of layers that compute nothing and take time, with a parameter of any size each. All times and the bandwidths
    are sums of few powers of two, so that a forecast adds up the same numbers without rounding. */
@@ -13,7 +13,7 @@ typedef struct job {
     hpml_plan    plan;
     hpml_network network;
     int          ranks, layers, batch;
-    int64_t      cols;        /* floats of each parameter */
+    int64_t      cols, more;  /* floats of the first parameter; how many more each next one has */
     bool         dense;       /* each layer is followed by a hpml_linear without bias, which takes no time */
     bool         sums;        /* each layer ends in a sum over axis tensor, forward and backward */
     int32_t      cut[MOST];   /* of the layers into pieces of a pipeline */
@@ -29,6 +29,9 @@ typedef struct job {
     bool                   real, steady;                  /* real time, or a pipeline that is never emptied; then the
                                                              ranks' clocks after each step: */
     double                 clock[REAL_RANKS][REAL_STEPS];
+    int                    length;                        /* above 0: steps (federated: rounds) of ranks with their own
+                                                             pace; their clocks after each: */
+    double                 end[PACED_RANKS][PACED_STEPS];
 } job;
 
 #define ORIGIN 16.0 /* clocks of all ranks at the start */
@@ -60,12 +63,25 @@ static hpml_tensor *layer(work *w, hpml_tensor *x, const job *j)
 {
     const hpml_custom     op = { .name = "work", .forward = work_forward, .backward = work_backward, .user = w,
                                  .flops = 1 + 1e12 * forward_s(w->layer), .halves = w->halves };
-    const hpml_param_desc p = { .ndim = 1, .shape = { j->cols }, .init = HPML_INIT_ONES };
+    const hpml_param_desc p = { .ndim = 1, .shape = { j->cols + w->layer * j->more }, .init = HPML_INIT_ONES };
     hpml_tensor          *src[2] = { j->sums ? hpml_group_copy(x, HPML_AXIS_TENSOR) : x, NULL };
     src[1] = hpml_param_create(x->ctx, &p);
     hpml_tensor *y = hpml_custom_op(src, 2, &op);
     if (j->dense) return hpml_linear(y, WIDTH, &(hpml_linear_desc){ .no_bias = true });
     return j->sums ? hpml_group_sum(y, HPML_AXIS_TENSOR) : y;
+}
+
+/* Sets this rank's clock to ORIGIN, trains, and notes the clock after each step (federated: round). */
+static hpml_status train_at_own_pace(hpml_comm *c, job *j, hpml_trainer *t, const float *x, const int32_t *labels)
+{
+    const int    r = hpml_comm_rank(c), period = j->plan.period > 0 ? j->plan.period : 1;
+    const double slow = j->network.slow ? j->network.slow[r] : 1;
+    for (int i = 0; i < 2; i++) hpml_comm_compute(c, (ORIGIN - hpml_comm_now(c)) / slow);
+    for (int s = 0; s < j->length * period && hpml_ctx_status(hpml_comm_ctx(c)) == HPML_OK; s++) {
+        hpml_trainer_step(t, x, labels, j->batch, NULL);
+        j->end[r][s / period] = hpml_comm_now(c);
+    }
+    return hpml_ctx_status(hpml_comm_ctx(c));
 }
 
 static hpml_status train(hpml_comm *c, void *user)
@@ -88,6 +104,7 @@ static hpml_status train(hpml_comm *c, void *user)
     plan.cut = plan.pipe > 1 ? cut : NULL;
     hpml_distributed *d = hpml_distribute(t, c, &plan);
     hpml_distribute_report report;
+    if (j->length > 0) return train_at_own_pace(c, j, t, x, labels);
     for (int s = -1; s < (j->real || j->steady ? REAL_STEPS : STEPS) && hpml_ctx_status(ctx) == HPML_OK; s++) {
         hpml_trainer_step(t, x, labels, j->batch, NULL);
         /* the first step makes the background's communicators; then all clocks are set to the same time, exactly the
@@ -112,7 +129,7 @@ static hpml_model_facts facts_of(const job *j)
     hpml_model_facts f = { 0 };
     for (int i = 0; i < j->layers; i++) {
         const int64_t sum = j->sums ? WIDTH : 0;
-        facts_layer[i] = (hpml_layer_facts){ .forward_s = forward_s(i), .cols = j->cols, .edge = WIDTH,
+        facts_layer[i] = (hpml_layer_facts){ .forward_s = forward_s(i), .cols = j->cols + i * j->more, .edge = WIDTH,
                                              .forward_sum = sum, .backward_sum = i > 0 ? sum : 0, .kept = 4 * WIDTH };
     }
     f.layers = j->layers, f.layer = facts_layer;
@@ -253,6 +270,192 @@ TEST(steady_pipelines_equal_trainings_in_virtual_time)
     }
 }
 
+/* ---- ranks that do not step together ---- */
+
+static hpml_status forecast(const char *text, const hpml_model_facts *f, const hpml_machine *m, hpml_prediction *out);
+
+/* Seconds of a step of j, a training that is over, in steady state: workers / the sum of their rates, each counted over
+   a multiple of 12 steps between the middle of the training and the time at which the first worker ends it. */
+static double steady_step(const job *j, int workers)
+{
+    double until = 1e300, rate = 0;
+    for (int r = 0; r < workers; r++) until = fmin(until, j->end[r][j->length - 1]);
+    for (int r = 0; r < workers; r++) {
+        int from = 0, to = j->length - 1;
+        while (j->end[r][from] < ORIGIN + 0.5 * (until - ORIGIN) || j->end[r][from + 1] <= j->end[r][from]) from++;
+        while (j->end[r][to] > until || (to - from) % 12 != 0) to--;
+        rate += (to - from) / (j->end[r][to] - j->end[r][from]);
+    }
+    return workers / rate;
+}
+
+/* Seconds of a step of j, a training of rounds that is over: the mean of rounds 1 to 36. */
+static double mean_step(const job *j, int workers)
+{
+    double first = 0, last = 0;
+    for (int r = 0; r < workers; r++) {
+        first = fmax(first, j->end[r][0]);
+        last  = fmax(last, j->end[r][36]);
+    }
+    return (last - first) / 36 / (j->plan.period > 0 ? j->plan.period : 1);
+}
+
+/* Trains by the plan in virtual time, `length` steps with uneven layers, and forecasts it. Sets *begin to the fraction
+   by which the ends of the first steps differ, at most, *steady to that of a step in steady state. False: an error. */
+static bool differences(const char *text, int ranks, int per_node, const double *slow, int length, double *begin,
+                        double *steady)
+{
+    job             j = job_of(text, ranks, per_node);
+    double          ends[STEPS] = { 0 };
+    hpml_prediction p = { 0 };
+    const int       workers = ranks - j.plan.servers;
+    j.cols = 1000, j.more = 1037, j.length = length, j.network.slow = (double *)(uintptr_t)slow;
+    hpml_model_facts f = facts_of(&j);
+    hpml_machine     m = machine_of(&j);
+    bool good = train_on_clock(&j) && play(&j, true, false, ends, j.why, sizeof j.why) == ranks &&
+                hpml_forecast(&j.plan, &f, &m, &p, j.why, sizeof j.why) == HPML_OK;
+    *begin = 0;
+    for (int s = 0; s < STEPS && good; s++) {
+        double real = 0;
+        for (int r = 0; r < workers; r++) real = fmax(real, j.end[r][s] - ORIGIN);
+        *begin = fmax(*begin, fabs((ends[s] - ORIGIN) / real - 1));
+    }
+    const double step = j.plan.strategy == HPML_STRATEGY_FEDERATED ? mean_step(&j, workers) : steady_step(&j, workers);
+    *steady = fabs(p.step_s / step - 1);
+    if (!good) printf("    %s: %s\n", text, j.why);
+    return good;
+}
+
+/* Strategies in which the order of messages decides: the first steps end at the same times, bit for bit; a step in
+   steady state takes as long, but for async and backup with workers of different speeds, whose order never repeats:
+   there the mean over other steps differs by less than 1 %. 2 to 8 workers, 1 to 3 servers, 1 to 3 ranks on a node. */
+TEST(steps_at_the_ranks_own_pace_equal_trainings_in_virtual_time)
+{
+    static const double speeds[3][PACED_RANKS] = { { 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1 },
+        { 1, 1, 2, 1, 1, 1, 1, 1, 1, 1, 1 }, { 4, 1, 1.25, 1, 2, 1, 1.5, 1, 1, 1, 1 } };
+    static const struct { const char *plan; bool repeats; } cases[] = {
+        { "strategy=ssp", true }, { "strategy=ssp,staleness=1", true }, { "strategy=ssp,staleness=4", true },
+        { "strategy=async", false }, { "strategy=backup,backup=1", false }, { "strategy=backup,backup=2", false },
+        { "strategy=federated,period=2", true }, { "strategy=federated,period=3,share=0.5", true },
+    };
+    const int all = getenv("HPML_TEST_ALL") != NULL, count = (int)(sizeof cases / sizeof cases[0]);
+    int       tried = 0, equal = 0, wrong = 0;
+    double    worst = 0, begin, steady;
+    for (int i = 0; i < 9 * 8 * count; i++) {
+        const int plan = i % count, workers = 1 + i / count % 8, servers = 1 + i / count / 8 % 3;
+        const int speed = i / count / 8 / 3, ranks = workers + servers, per_node = 1 + ranks % 3;
+        char      text[80];
+        if (workers == 1 || (plan == 5 && workers == 2)) continue;
+        if (speed != (workers + plan / 3 + servers) % 3 || (!all && servers != 1 + (workers + plan) % 3)) continue;
+        snprintf(text, sizeof text, "%s,servers=%d", cases[plan].plan, servers);
+        bool good = differences(text, ranks, per_node, speeds[speed], plan < 6 ? 100 : 40, &begin, &steady);
+        good = good && begin == 0 && steady <= (cases[plan].repeats || speed == 0 ? 1e-9 : 0.01);
+        if (!good)
+            printf("    \"%s\", %d ranks, %d a node, speeds %d: first steps differ by %.2g, a step by %.2g\n", text,
+                   ranks, per_node, speed, begin, steady);
+        tried++;
+        equal += steady <= 1e-9;
+        wrong += !good;
+        worst = fmax(worst, steady);
+    }
+    printf("    %d trainings: in %d a step takes the time forecast, the worst differs by %.2g %%\n", tried, equal,
+           100 * worst);
+    ENSURE(wrong == 0 && tried >= 50);
+    ENSURE(differences("strategy=ssp,staleness=40,servers=1", 5, 1, speeds[1], 240, &begin, &steady));
+    ENSURE(begin <= 0 && steady <= 1e-9);
+}
+
+/* Staleness 0 is strategy ps; the terms of a step add up to it; in backup, and with a part of the clients, fewer
+   samples count; hogwild is each rank's own time, with 28 bytes a float for the shared values. */
+TEST(what_a_step_at_the_ranks_own_pace_means)
+{
+    static const char *const plans[] = { "strategy=ssp,servers=2", "strategy=ssp,servers=2,staleness=3",
+        "strategy=async,servers=2", "strategy=backup,servers=2,backup=2", "strategy=federated,servers=2,share=0.5",
+        "strategy=federated,servers=2,period=4", "strategy=hogwild", "strategy=gossip" };
+    static const double samples[] = { 128, 128, 128, 96, 64, 128, 160, 160 };
+    double           slow[10] = { 1, 1, 1, 1, 1, 1, 1, 1, 1, 1 };
+    job              j = job_of("", 10, 0);
+    hpml_model_facts f = facts_of(&j);
+    hpml_machine     m = machine_of(&j);
+    hpml_prediction  p, ps;
+    f.facts.together = true;
+    ENSURE(forecast("strategy=ps,servers=2", &f, &m, &ps) == HPML_OK);
+    for (int i = 0; i < 8; i++) {
+        double sum = 0;
+        ENSURE(forecast(plans[i], &f, &m, &p) == HPML_OK && p.step_s > 0 && p.memory == ps.memory);
+        for (int t = 0; t < HPML_TERM_COUNT; t++) sum += p.term_s[t];
+        ENSURE_NEAR(sum / p.step_s, 1, 0.02);
+        ENSURE_NEAR(p.samples_s * p.step_s, samples[i], 1e-9);
+        if (i == 0) ENSURE(memcmp(&p, &ps, sizeof p) == 0);
+        if (i == 2) ENSURE_NEAR((double)p.rank_bytes / (double)ps.rank_bytes, 1, 0.03);
+    }
+    m.bandwidth = 1e9, m.network.slow = slow, slow[3] = 2;
+    double own = 3. * 4 * 4096 / 1e9; /* layer 0 reads its parameters; the others have seconds */
+    for (int i = 0; i < f.layers; i++) own += 3 * 16 * f.layer[i].forward_s + 4096. * (12 + 28) / 1e9;
+    ENSURE(forecast("strategy=hogwild", &f, &m, &p) == HPML_OK && p.played == 10 && p.rank_bytes == 0);
+    ENSURE_NEAR(p.step_s / (10 / (9.5 / own)), 1, 1e-9);
+    f.facts.ranks = 2; /* one worker: as ps, with the time of the server's update */
+    ENSURE(forecast("strategy=ps,servers=1", &f, &m, &ps) == HPML_OK);
+    for (int i = 1; i < 3; i++) {
+        const char *plan = i == 1 ? "strategy=ssp,servers=1,staleness=3" : "strategy=async,servers=1";
+        ENSURE(forecast(plan, &f, &m, &p) == HPML_OK);
+        ENSURE_NEAR(p.step_s / ps.step_s, 1, 1e-9);
+    }
+    f.facts.ranks = 10, m.network.ranks_per_node = 5;
+    ENSURE(hpml_forecast(&(hpml_plan){ .strategy = HPML_STRATEGY_HOGWILD }, &f, &m, &p, j.why, sizeof j.why) ==
+           HPML_ERR_UNSUPPORTED);
+    ENSURE(strstr(j.why, "the memory of one node, and these 10 ranks are on several"));
+}
+
+/* A search keeps the strategy of its base: it finds the codec of an asynchronous training; hogwild on several nodes is
+   not possible. */
+TEST(a_search_with_strategies_of_their_own_pace)
+{
+    static const char *const bases[] = { "strategy=async,servers=1", "strategy=ssp,servers=1,staleness=2",
+        "strategy=backup,servers=1,backup=1", "strategy=federated,servers=1", "strategy=hogwild" };
+    job              j = job_of("", 5, 0);
+    hpml_model_facts f = facts_of(&j);
+    hpml_machine     m = machine_of(&j);
+    f.facts.together = true;
+    for (int i = 0; i < 5; i++) {
+        hpml_search_desc d = { .lossy = true };
+        hpml_found       found[2];
+        hpml_prediction  p;
+        ENSURE(hpml_plan_parse(bases[i], &d.base, j.why, sizeof j.why) == HPML_OK);
+        const int count = hpml_search(&d, &f, &m, found, 2, NULL, j.why, sizeof j.why);
+        if (count < 1) printf("    %s: %s\n", bases[i], j.why);
+        ENSURE(count >= 1 && found[0].plan.strategy == d.base.strategy);
+        ENSURE(i > 2 || found[0].plan.codec.kind == HPML_CODEC_BF16);
+        ENSURE(hpml_forecast(&found[0].plan, &f, &m, &p, NULL, 0) == HPML_OK);
+        ENSURE_NEAR(found[0].prediction.step_s / p.step_s, 1, 0);
+        m.network.ranks_per_node = 2;
+        if (i == 4) ENSURE(hpml_search(&d, &f, &m, found, 2, NULL, j.why, sizeof j.why) == -1);
+        if (i == 4) ENSURE(strstr(j.why, "no plan is possible"));
+        m.network.ranks_per_node = 0;
+    }
+}
+
+/* A worker that is 1,000 times slower than the others does not make the play 1,000 times longer. */
+TEST(one_very_slow_worker)
+{
+    static const char *const plans[] = { "strategy=async,servers=1", "strategy=backup,servers=1,backup=1" };
+    double slow[9] = { 1, 1, 1, 1, 1, 1, 1, 1, 1 };
+    for (int i = 0; i < 2; i++) {
+        job              j = job_of("", 9, 0);
+        hpml_model_facts f = facts_of(&j);
+        hpml_machine     m = machine_of(&j);
+        hpml_prediction  p, equal;
+        m.network.slow = slow, slow[5] = 1;
+        ENSURE(forecast(plans[i], &f, &m, &equal) == HPML_OK);
+        slow[5] = 1000;
+        const double start = (double)clock() / CLOCKS_PER_SEC;
+        ENSURE(forecast(plans[i], &f, &m, &p) == HPML_OK && (double)clock() / CLOCKS_PER_SEC - start < 2);
+        const double slower = p.step_s / equal.step_s; /* async: 7 of 8 workers, backup: nothing is lost */
+        if (fabs(slower - (i ? 1 : 8. / 7)) > 0.05) printf("    %s: a step takes %g times as long\n", plans[i], slower);
+        ENSURE_NEAR(slower, i ? 1 : 8. / 7, 0.05);
+    }
+}
+
 /* Equal ranks are played once: the same clocks as when all ranks are played, but for blocks that are not equal. What is
    assumed of the sum of losses on more than 64 ranks costs less than 1 %, of small shards and pipelines 5 %. Where axis
    tensor, a pipeline and axis data share the network cards of nodes, `ties`, messages of several collectives come to a
@@ -369,7 +572,7 @@ static double lateness(void)
 }
 
 /* Forecasts against trainings in real time: threads on links with a latency and a bandwidth, layers that sleep. The
-   median step of five is within 15 % of the forecast for 9 of 10 plans, and the order of the plans is nearly the same.
+   median step of five is within 15 % of the forecast for 11 of 12 plans, and the order of the plans is nearly the same.
    Left out on a machine on which threads that only sleep are late, because it is busy with other work. */
 TEST_LONG(forecasts_are_near_trainings_in_real_time)
 {
@@ -377,6 +580,7 @@ TEST_LONG(forecasts_are_near_trainings_in_real_time)
         { "", 4, 1 }, { "", 8, 4 }, { "no_overlap=1", 4, 2 }, { "pipe=2,schedule=1f1b,micro=4", 2, 1 },
         { "pipe=4,schedule=1f1b,micro=8", 4, 1 }, { "pipe=2,micro=4", 4, 2 }, { "tensor=2", 4, 2 },
         { "tensor=2,pipe=2,schedule=1f1b,micro=4", 8, 4 }, { "shard=1", 4, 1 }, { "strategy=ps,servers=1", 5, 1 },
+        { "strategy=async,servers=1", 5, 1 }, { "strategy=hogwild", 4, 4 },
     };
     enum { CASES = sizeof cases / sizeof cases[0] };
     double       real[CASES], forecast_s[CASES], squares = 0;
@@ -395,6 +599,7 @@ TEST_LONG(forecasts_are_near_trainings_in_real_time)
         hpml_prediction  p = { 0 };
         hpml_model_facts f = facts_of(&j);
         hpml_plan        plan = j.plan;
+        f.facts.together = true;
         j.network.between.bandwidth /= 64, j.network.inside.bandwidth /= 64;
         const hpml_machine m = machine_of(&j);
         d.network = j.network;
@@ -423,8 +628,8 @@ TEST_LONG(forecasts_are_near_trainings_in_real_time)
     printf("    %d of %d plans within 15 %%, rank correlation %.3f; 8 threads that only sleep: up to %.1f %% late\n",
            near, CASES, correlation, 100 * late);
     snprintf(why, sizeof why, "8 threads that only sleep were up to %.0f %% late between trainings", 100 * late);
-    if ((near < 9 || correlation < 0.9) && late > 0.1) SKIP(why);
-    ENSURE(near >= 9 && correlation >= 0.9);
+    if ((near < CASES - 1 || correlation < 0.9) && late > 0.1) SKIP(why);
+    ENSURE(near >= CASES - 1 && correlation >= 0.9);
 }
 
 /* ---- models and machines ---- */
@@ -834,11 +1039,13 @@ TEST(delta_equals_full)
         { "t4", 8, 64, "" }, { "v100-nvlink", 64, 128, "" }, { "cpu-10gbit", 12, 48, "algorithm=tree" },
         { "dgx-2", 32, 64, "no_overlap=1" }, { "cpu-slim-fly", 16, 64, "delayed=1" },
         { "cpu-1gbit", 9, 64, "strategy=ps,servers=1" }, { "t4", 16, 64, "schedule=stash,pipe=4" },
-        { "cpu-10gbit", 8, 64, "exact=1" },
+        { "cpu-10gbit", 8, 64, "exact=1" }, { "cpu-1gbit", 9, 64, "strategy=ssp,servers=2,staleness=1" },
+        { "cpu-1gbit", 9, 64, "strategy=async,servers=1" }, { "t4", 9, 64, "strategy=backup,servers=2,backup=2" },
+        { "cpu-10gbit", 7, 64, "strategy=federated,servers=1,share=0.5,period=2" },
     };
     static hpml_layer_facts layer[LAYERS];
     hpml_model_facts        f = transformer(3, 1024, layer);
-    for (int i = 0; i < 8; i++) {
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         hpml_search_desc d = { .lossy = true };
         hpmlc_search     s = { .d = &d, .f = &f };
         hpml_machine     m = *hpml_machine_find(cases[i].machine);
@@ -866,7 +1073,7 @@ TEST(delta_equals_full)
             plans += one == HPML_OK;
         }
         ENSURE(plans > 20 && s.memo.sent == full.sent && s.memo.reused > 0 && full.reused == 0);
-        printf("    %-12s %2d ranks %-22s %2d plans: of %8lld messages %2.0f %% were not simulated again\n",
+        printf("    %-12s %2d ranks %-48s %2d plans: of %8lld messages %2.0f %% were not simulated again\n",
                cases[i].machine, cases[i].ranks, cases[i].base, plans, (long long)full.sent,
                100. * (double)s.memo.reused / (double)full.sent);
         hpmlc_memo_free(&s.memo);
@@ -947,8 +1154,7 @@ TEST(errors)
     REFUSED(p.tensor = 3, p.tensor = 0, "tensor 3");
     REFUSED((p.exact = true, p.codec.kind = HPML_CODEC_ONEBIT), (p.exact = false, p.codec.kind = HPML_CODEC_NONE),
             "exact=0");
-    REFUSED((p.strategy = HPML_STRATEGY_ASYNC, p.servers = 1), (p.strategy = HPML_STRATEGY_SYNC, p.servers = 0),
-            "depend on which rank is first");
+    REFUSED(p.strategy = HPML_STRATEGY_HOGWILD, p.strategy = HPML_STRATEGY_SYNC, "take transport threads on the host");
     REFUSED(p.pipe = 4, p.pipe = 0, "2 layers cannot be cut into the 4 pieces");
     REFUSED(m.memory = 10, m.memory = 0, "a rank needs");
     REFUSED(m.network.inside.latency = NAN, m.network.inside.latency = 0, "NaN");
