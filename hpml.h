@@ -49,7 +49,8 @@
 //     HPML_NO_TRAINING      small programs that predict: no backward passes, optimizers, results in halves, groups of
 //                           ranks, losses and random first values (parameters are 0 until they are loaded); with
 //                           HPML_NO_SIMD, too, the shortest kernels, which are slower, no hpml_igemm and hpml_bgemm
-//     HPML_NO_CONVOLUTION   without the ops conv2d, conv_transpose2d, max_pool2d, avg_pool2d and batchnorm
+//     HPML_NO_CONVOLUTION   without the ops conv2d, conv_transpose2d, max_pool2d, avg_pool2d and batchnorm, and so
+//                           without conv1d and global_avg_pool2d
 //     HPML_NO_SEQUENCES     without the ops embedding, attention, rotary, lstm and gru
 //     HPML_DEBUG            check internal assumptions
 //     HPML_SELF             this file's name, if you renamed it: it includes itself once for each instruction set
@@ -4050,7 +4051,7 @@ enum {
 /* An op with one of the traits HPMLI_LEFT_OUT is not in this build: hpmli_node_create refuses the op, and its functions
    in tables are NULL, so that the compiler leaves out their code. */
 enum { HPMLI_LEFT_OUT = HPMLI_NO_IMAGES | HPMLI_NO_SEQUENCES | (HPMLI_TRAINS ? 0 : HPMLI_OP_IS_MEAN) };
-#define HPMLI_HAS(traits) (((traits) & HPMLI_LEFT_OUT) == 0)
+#define HPMLI_HAS(traits) (((unsigned)(traits) & (unsigned)HPMLI_LEFT_OUT) == 0)
 #define HPMLI_IF_HAS(op, function) (HPMLI_HAS(hpmli_##op##_traits) ? function : NULL)
 
 /* The columns of the table of ops, defined behind all ops, in >>backend. */
@@ -4088,16 +4089,16 @@ HPML_API const char *hpml_op_name(hpml_op op)
     return name;
 }
 
-/* True if `op` is in this build; else an error. */
-HPMLI_FN bool hpmli_has_op(hpml_ctx *ctx, hpml_op op)
+/* True if `op` is in this build; else an error. path: the model file that has the op; NULL: none. */
+HPMLI_FN bool hpmli_has_op(hpml_ctx *ctx, hpml_op op, const char *path)
 {
     const unsigned traits = hpmli_traits_of(op);
     const char    *option = "HPML_NO_TRAINING";
     if (HPMLI_HAS(traits)) return true;
     if (traits & HPMLI_NO_IMAGES) option = "HPML_NO_CONVOLUTION";
     if (traits & HPMLI_NO_SEQUENCES) option = "HPML_NO_SEQUENCES";
-    return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "op %s is not in this build: %s is defined; build the program "
-                       "without that option", hpml_op_name(op), option);
+    return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "%s%sop %s is not in this build: %s is defined; build the program "
+                       "without that option", path ? path : "", path ? ": " : "", hpml_op_name(op), option);
 }
 
 /* Returns the number of operations of a pass of n: one for each element of its result; 0 for a backward pass (`back`)
@@ -4621,7 +4622,7 @@ HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_coun
     hpml_dtype  dtype  = ndim > 0 ? hpmli_activation_dtype(ctx) : HPML_DTYPE_F32;
     hpml_layout layout = HPML_NCHW;
     none->out = NULL;
-    if (!hpmli_has_op(ctx, op)) return none;
+    if (!hpmli_has_op(ctx, op, NULL)) return none;
     if (ndim == 4 && !(traits & HPMLI_OP_REORDERS)) layout = hpmli_check_layouts(op, src_count, src);
     if (traits & HPMLI_OP_IS_ALIAS) dtype = src[0]->dtype;
     else hpmli_check_dtypes(op, traits, src_count, src);
@@ -11028,6 +11029,7 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
     int64_t             table[2], shape[HPML_MAX_DIMS];
     hpml_tensor        *src[2];
     if (!hpmli_recordable(1, &tokens) || !HPMLI_COPY_DESC(tokens->ctx, "embedding", d, desc)) return NULL;
+    if (!hpmli_has_op(tokens->ctx, HPML_OP_EMBEDDING, NULL)) return NULL;
     if (tokens->dtype != HPML_DTYPE_I32 || tokens->ndim >= HPML_MAX_DIMS || vocabulary < 1 || width < 1)
         return hpmli_null(tokens->ctx, HPML_ERR_DTYPE, "embedding \"%s\": tokens are %s, expected i32 with at most %d "
                           "dimensions; table %lldx%lld", d.name ? d.name : "", hpmli_describe(tokens),
@@ -19840,7 +19842,7 @@ HPMLI_FN bool hpmli_read_node(hpmli_model_reader *r)
     }
     if (r->j.bad || !op || n.rows < 0 || n.rows > INT32_MAX) return hpmli_model_wrong(r, "a node");
     const hpmli_recorder *by = hpmli_recorder_of(n.op);
-    if (by && !hpmli_has_op(r->ctx, n.op)) return false;
+    if (by && !hpmli_has_op(r->ctx, n.op, r->path)) return false;
     if (!by)
         return hpmli_false(r->ctx, HPML_ERR_UNSUPPORTED, "\"%s\": the model has an op \"%s\", which this version of "
                            "hpml does not read; take a later one", r->path, op);

@@ -1501,26 +1501,29 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
    a layer is hpml_comm_compute and has one parameter. All ranks play their programs in virtual time by the queue, links
    and network cards of hpml_simulate. On more than 64 ranks, where ranks are equal, one unit of them is played for all
    (whole replicas on whole nodes; of axis tensor one node), so thousands of ranks take milliseconds to seconds. (Not
-   equal are ranks with servers, and with algorithms in which some ranks serve others, as where their number is no
-   power of two: then all are played, some 0.1 us a message. Where messages of several axes come to a card at the same
-   time, which is first depends on the rank, and equal ranks differ: in tests by up to 8 %.) hpml_simulate remains for
-   layers whose seconds were measured, without a plan: the same moves on the same cards, without the sum of the losses.
+   equal are ranks with servers, of different speeds or nodes, or with an algorithm in which ranks do different things
+   (tree; butterfly and halving, where their number is no power of two): then all are played, some 0.1 us a message.
+   Where messages of several axes come to a card at the same time, which is first depends on the rank, and equal ranks
+   differ: in tests by up to 8 %.) hpml_simulate remains for layers whose seconds were measured, without a plan: the
+   same moves on the same cards, without the sum of the losses.
 
    Where workers do not wait for all others (backup, ssp with a staleness, async) a server takes what arrives first, and
    a step is one of a steady state: .step_s is the number of workers / the sum of the steps that each does in a second,
-   counted when the start is over. With hogwild it is a rank's own time, with the bandwidth of its memory for the values
-   that ranks share. With federated it is a round / .period, the mean of 36 rounds where .share draws clients.
+   counted when the start is over. With hogwild it is the same of ranks that await nothing, each with the machine's
+   whole bandwidth for the values that ranks share. With federated it is a round / .period, the mean of 36 rounds where
+   .share draws clients. Plans with servers take a time that grows with the square of the workers: 1,024 some seconds.
 
    Exact on up to 64 ranks: strategy sync without codec and delayed, any data x pipe x tensor, all schedules that empty
    the pipeline, shard 0 to 3; exact sums; factors of layers without bias; strategies ps, federated, local, block,
-   elastic, gossip (but for random pairs); the steady steps of schedules stash and vertical, of ssp and, with workers
-   that are equally fast, of async and backup. Nearly, in tests within 1 %: async and backup with others
-   (network.slow), whose order never repeats; within 3 %: delayed; codecs (equal stripes, no time to pack). Not compared
-   with trainings: axes sequence and expert. Left out: network.jitter; the two small messages by which
-   hpml_trainer_fit asks for each batch of async; rows of sparse tables. Layers with several parameters differ where a
-   bucket ends between two of them. On more ranks losses are taken to be added up in log2(ranks) rounds (within 1 %),
-   and equal replicas to have the blocks of the first one. Refused with HPML_ERR_UNSUPPORTED: hogwild on several nodes;
-   exact sums and factors with servers, a codec or other axes than data; shard with schedules stash and vertical. */
+   elastic, gossip (but for random pairs); the steady steps of schedules stash and vertical, of ssp (workers equally
+   fast, or 1/16 apart and more) and, with workers that are equally fast, of async and backup. Nearly, in tests within 1
+   %: async and backup with others (network.slow); within 3 %: delayed; codecs (no time to pack). Not compared with
+   trainings: axes sequence and expert. Left out: network.jitter; the two small messages by which hpml_trainer_fit asks
+   for each batch of async; rows of sparse tables. Layers with several parameters differ where a bucket ends between two
+   of them. On more ranks losses are taken to be added up in log2(ranks) rounds (within 1 %, small shards and pipelines
+   5 %), and equal replicas to have the blocks of the first one. Refused with HPML_ERR_UNSUPPORTED: hogwild on several
+   nodes; exact sums and factors with servers, a codec or other axes than data; shard with schedules stash and vertical.
+   */
 
 /* How the nodes of a machine are joined. The farther apart nodes are (hpml_fabric.hops), the more routers add to the
    latency of messages, and the more messages share a link, which lowers the bandwidth of each node. */
@@ -12430,7 +12433,7 @@ HPMLC_FN bool hpmlc_has_feedback(const hpml_distributed *d)
 /* Returns how many of the `workers` clients of strategy federated are drawn for each round. */
 HPMLC_FN int64_t hpmlc_plan_drawn(const hpml_plan *p, int workers)
 {
-    return p->share > 0 ? (int64_t)ceil((double)p->share * workers - 1e-6) : workers;
+    return p->share > 0 ? hpmlc_max((int64_t)ceil((double)p->share * workers - 1e-6), 1) : workers;
 }
 
 /* Returns whether this rank, a client of strategy federated, is drawn for round number `round`. */
@@ -18485,9 +18488,9 @@ typedef struct hpmlc_act {
     int64_t          n;
     double           seconds;
     int32_t          first;   /* the first step in which the act takes place */
-    int32_t          drawn, ahead; /* .drawn above 0 (federated): the act takes place only if so many clients are drawn
-                                 for the round .ahead rounds later and its client is one of them: the rank itself or,
-                                 in a server's program, worker .peer */
+    int32_t          drawn, ahead; /* .drawn above 0: clients drawn for a round (federated). The act takes place only if
+                                 its client is among those drawn for the current round + .ahead. Its client: the rank
+                                 itself or, in a server's program, worker .peer */
     hpml_term        term;    /* the part of a step's time to which computing and waiting in this act are added */
 } hpmlc_act;
 
@@ -18517,7 +18520,7 @@ typedef struct hpmlc_actor {
     bool              idle;         /* true: waits, own thread for a job's end, background for a job */
     int64_t           jobs;         /* own thread: jobs that it has posted; background: jobs that have ended */
     int32_t           rank;         /* to which the actor belongs */
-    int32_t           partner;      /* MIX by random pairs: the rank's partner in this step */
+    int32_t           partner;      /* MIX by random pairs: the rank's partner in this step; server: whom it serves */
     int32_t           place[HPMLC_GROUPS]; /* the rank's position in its group of each kind */
     hpmlc_layouts    *layout[HPMLC_GROUPS];
     double            term[HPML_TERM_COUNT], link[2]; /* from step hpmlc_play.from on, seconds of each term; of waiting
@@ -18531,8 +18534,8 @@ typedef struct hpmlc_memo hpmlc_memo;
 typedef struct hpmlc_play {
     hpmlc_sim      net;             /* messages of actors: 2 r is the background of rank r, 2 r + 1 its own thread */
     int            ranks, workers;  /* ranks [workers, ranks) are servers */
-    int            span, wide, narrow; /* which ranks are played for all (hpmlc_play_fold): of ranks [0, span), cut into
-                                       lists of `wide` ranks, the first `narrow` ranks of each list */
+    int            span, wide, narrow; /* which ranks are played: of each `wide` successive ranks of [0, span) the first
+                                       `narrow`; each other rank does the same as one of these (hpmlc_play_index) */
     int            unit;            /* number of ranks that are played */
     bool           loose;           /* true: losses are added up by HPMLC_SHIFTS, in which all ranks do the same; false:
                                        by AUTO, which for small sums prefers that one rank serves all others */
@@ -18552,11 +18555,12 @@ typedef struct hpmlc_play {
     double        *posted, *ended;  /* (unit, jobs) virtual time when each rank's job of that number in the step was
                                        posted last, and ended last */
     int            jobs;            /* most jobs that a role has in a step */
-    bool           paced;           /* true: ranks do not step together (strategies backup, ssp, async, hogwild); then
-                                       .steps and .from count the steps that each worker has computed itself */
+    bool           paced;           /* true: ranks do not step together (backup, async, hogwild, ssp with a staleness);
+                                       then .steps, .from count the steps that each worker has computed itself */
     hpmlc_pace    *pace;            /* (unit) if .paced: how far each rank is */
     hpmlc_asker   *asker;           /* (servers, workers) if .paced: the workers, as each server knows them */
-    bool           starting, going; /* if .paced, with servers: a worker has not computed .from, .steps steps yet */
+    bool           starting, going; /* if .paced, with servers: a worker has not computed .from, .steps steps yet, nor
+                                       all together the limit that hpmlc_pace_count sets for a very slow worker */
     hpmlc_layouts *layouts;
     hpmlc_moments *moments;         /* states of the play, for later plays to begin with; NULL: none are kept */
     int64_t        sent, due;       /* messages sent until now; the state is kept again when .sent is so large */
@@ -18749,14 +18753,14 @@ HPMLC_FN bool hpmlc_collect_move(hpmlc_play *y, int a, const hpmlc_act *act)
               that of a request for an earlier round at once: it is left out. A step takes .seconds seconds
      ANSWER   answers each worker whose gradient was taken, unless it is more than .peer steps ahead of the slowest one:
               a message (tag 0), then values of .n bytes (tag 1)
-   A play ends when each worker has computed .steps steps itself; faster ones go on until then, because they load
-   servers and links. When each worker has computed .from steps, its rate begins to count: its steps in a second, over
-   a multiple of 12 of them, because equal workers repeat what they do every 1, 2, 3, 4 or 6 steps. Steps that a worker
-   skips, in backup, count. The seconds of a step are the number of workers / the sum of their rates. */
+   With servers a play ends when each worker has computed .steps steps itself, or all together as many as
+   hpmlc_pace_count allows; until then faster ones load servers and links. After .from steps, by the same rule, a rate
+   begins to count: a worker's steps in a second, over 12, 24, ... computed ones if it does so many, as equal workers
+   repeat what they do every 1, 2, 3, 4 or 6 steps. Skipped steps (backup) count. A step: workers / the sum of rates. */
 
 enum { HPMLC_PACE_CYCLE = 12 };
 struct hpmlc_asker { /* a worker, as a server knows it */
-    int32_t clock;   /* number of steps that the worker has done */
+    int32_t clock;   /* number of steps that the worker has done or, in backup, skipped */
     bool    asks;    /* its request has come, its gradient is not taken yet */
     bool    taken;   /* its gradient is taken, its request is not answered yet */
 };
@@ -18781,8 +18785,8 @@ HPMLC_FN hpmlc_asker *hpmlc_askers(const hpmlc_play *y, int server) /* (workers)
     return y->asker + (int64_t)(server - y->workers) * y->workers;
 }
 
-/* Sets the fields of a paced play that follow from the states of its ranks. Where one worker is much slower than the
-   others, the start and the play end when enough steps are done without it. */
+/* Sets .starting and .going of a paced play from the steps that workers have computed. So as not to await a very slow
+   worker, each also ends when all workers together have computed 4 times, 16 times the steps asked of them. */
 HPMLC_FN void hpmlc_pace_count(hpmlc_play *y)
 {
     const int64_t workers = hpmlc_min(y->unit, y->workers);
@@ -18923,9 +18927,9 @@ HPMLC_FN void hpmlc_pace_end(hpmlc_play *y, int a)
     memcpy(p->link, actor->link, sizeof p->link);
 }
 
-/* Sets .step_s and the terms of *out, which are 0, by the rates of the workers of a paced play. A worker that is too
-   slow to have a rate counts as one that does nothing; in backup, where all workers go on with the rounds, it does not
-   count. Returns how many steps a worker has done since the beginning, in the mean. */
+/* Sets .step_s and the terms of *out, which are 0, by the rates of the workers of a paced play: .step_s is workers /
+   sum of rates. A worker too slow to have a rate adds 0 to the sum; in backup, where rounds go on without it, it is not
+   counted among the workers either. Returns the mean number of steps of a worker since the beginning, at least 1. */
 HPMLC_FN int64_t hpmlc_pace_read(const hpmlc_play *y, hpml_prediction *out)
 {
     const int  workers = (int)hpmlc_min(y->unit, y->workers);
@@ -18978,11 +18982,11 @@ HPMLC_FN void hpmlc_pace_begin(hpmlc_play *y, char *at)
 // ---------------------------------------------------------------------------------------------------------------------
 /* Adds `seconds`, which actor a, a rank's own thread (not its background), has waited in `act`, to .term[act->term] of
    the actor and, unless the term is HPML_TERM_BUBBLE, to .link[far]: waits for links between nodes (far: true) or
-   within one. Steps before y->from do not count. */
+   within one. Steps before y->from do not count (in a paced play the terms are zeroed when steps begin to count). */
 HPMLC_FN void hpmlc_actor_waited(hpmlc_play *y, int a, const hpmlc_act *act, double seconds, bool far)
 {
     hpmlc_actor *actor = &y->actor[a];
-    if (actor->step < y->from || seconds <= 0) return;
+    if ((!y->paced && actor->step < y->from) || seconds <= 0) return;
     actor->term[act->term] += seconds;
     actor->link[far] += act->term == HPML_TERM_BUBBLE ? 0 : seconds;
 }
@@ -19087,7 +19091,7 @@ HPMLC_FN bool hpmlc_play_move(hpmlc_sim *s, int a)
         switch (act->kind) {
         case HPMLC_ACT_COMPUTE:
             s->clock[a] += act->seconds * slow;
-            if (actor->step >= y->from) actor->term[act->term] += act->seconds * slow;
+            if (y->paced || actor->step >= y->from) actor->term[act->term] += act->seconds * slow;
             hpmlc_actor_next(y, a);
             break;
         case HPMLC_ACT_SEND:
@@ -20445,11 +20449,11 @@ HPMLC_FN void hpmlc_play_fold(hpmlc_play *y)
 {
     const hpml_network *n = y->network;
     const int           replica = y->stride[HPML_AXIS_DATA], tensor = y->size[HPML_AXIS_TENSOR];
-    const int           node = y->nodes > 1 ? n->ranks_per_node : 1;
-    const bool          alike = y->workers == y->ranks && !n->slow && !n->node && !n->spread && y->ranks % node == 0;
+    const int           node = y->nodes > 1 && !n->node ? n->ranks_per_node : 1;
     int                 span = replica;
+    if (y->workers < y->ranks || n->slow || n->node || n->spread || y->ranks % node != 0) return;
     while (span % node != 0) span += replica;
-    if (!alike || y->ranks % span != 0 || !hpmlc_acts_are_alike(y, HPML_AXIS_DATA)) return;
+    if (y->ranks % span != 0 || !hpmlc_acts_are_alike(y, HPML_AXIS_DATA)) return;
     y->span = span;
     if (tensor > node && tensor % node == 0 && hpmlc_acts_are_alike(y, HPML_AXIS_TENSOR)) {
         y->wide   = tensor;
@@ -20869,7 +20873,7 @@ HPMLC_FN void hpmlc_search_walk(hpmlc_search *s, uint64_t first)
     }
 }
 
-/* Forecasts three steps of each plan found, as hpml_forecast does, and sorts the plans by that. */
+/* Forecasts as many steps of each plan found as hpml_forecast does, and sorts the plans by that. */
 HPMLC_FN void hpmlc_found_refine(hpmlc_search *s)
 {
     const hpmlc_text why = { s->why, sizeof s->why };

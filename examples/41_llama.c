@@ -5,7 +5,8 @@
    or mistral), model.safetensors or several files with an index, in F32, BF16 or F16, and for texts vocab.json and
    merges.txt. The graph computes one token; attention reads the earlier ones from a cache of keys and values. A field
    of config.json that asks for more than this program computes is an error. Scores are those of transformers up to
-   rounding, a millionth of the largest (tests/llama_reference.py compares). prints the text, and tokens a second. */
+   rounding, a millionth of the largest (tests/llama_reference.py compares).
+   prints the text, and tokens a second. */
 #define HPML_IMPLEMENTATION
 #include "../hpml.h"
 #include "llama.h" /* reads config.json, the parameters and, by bpe.h, the tokenizer */
@@ -137,8 +138,8 @@ static bool is_end(const llama_config *c, int32_t id)
     return false;
 }
 
-/* Reads the n tokens in ids, then writes more, up to `end` of them; or, if `end` is n, prints the likeliest tokens
-   after each one. */
+/* Runs the model on the n tokens in ids, then draws more until ids has `end` tokens or the text ends; or, if `end` is
+   n, prints the likeliest tokens after each of the n. */
 static int generate(model *m, const options *o, int32_t *ids, int64_t n, int64_t end)
 {
     const float *scores = NULL;

@@ -95,7 +95,7 @@ static void json_refuse(const json_file *f, const char *key, const char *value, 
                   end ? value : "missing", supported);
 }
 
-/* Reads a whole number from `least` on; a missing one is `other`, or an error if that is -1. */
+/* Reads a whole number from `least` to 2^24; missing or null: `other`, or an error if that is -1. */
 static int64_t json_count(const json_file *f, const char *key, int64_t other, int64_t least)
 {
     const char *value = json_member(f->root, key);

@@ -2,8 +2,8 @@
    hpml.h.
 
    config.json is one JSON object. Fields that change what a model computes are read or, where 41_llama.c does not
-   compute that, refused; the others (dropout, how the model was trained, the type of the numbers in the file) are
-   ignored. A field that is missing or null has the value that Hugging Face's transformers gives it. */
+   compute that, refused; others (dropout, the type of the numbers ...) are ignored. Sizes are required; other missing
+   fields are as in Hugging Face's transformers, but no token begins or ends a text, and positions have no limit. */
 #ifndef HPML_LLAMA_H
 #define HPML_LLAMA_H
 
@@ -71,7 +71,7 @@ static void llama_heads(const json_file *f, llama_config *c, bool llama)
                     "hidden_size / num_attention_heads");
 }
 
-/* Reads the fields that the three kinds of models have in common or, as `kind` says, apart. */
+/* Reads the fields of config.json, by the rules of model type `kind` where the three types differ. */
 static void llama_fields(const json_file *f, llama_config *c, const char *kind)
 {
     const bool  llama = json_is(kind, "\"llama\""), qwen2 = json_is(kind, "\"qwen2\"");

@@ -300,8 +300,8 @@ static double mean_step(const job *j, int workers)
     return (last - first) / 36 / (j->plan.period > 0 ? j->plan.period : 1);
 }
 
-/* Trains by the plan in virtual time, `length` steps with uneven layers, and forecasts it. Sets *begin to the fraction
-   by which the ends of the first steps differ, at most, *steady to that of a step in steady state. False: an error. */
+/* Trains by the plan in virtual time for `length` steps, and forecasts it. *begin: the largest relative difference
+   between the two in when a first step ends; *steady: that in the seconds of a later step. False: an error. */
 static bool differences(const char *text, int ranks, int per_node, const double *slow, int length, double *begin,
                         double *steady)
 {
@@ -314,16 +314,18 @@ static bool differences(const char *text, int ranks, int per_node, const double 
     hpml_machine     m = machine_of(&j);
     bool good = train_on_clock(&j) && play(&j, true, false, ends, j.why, sizeof j.why) == ranks &&
                 hpml_forecast(&j.plan, &f, &m, &p, j.why, sizeof j.why) == HPML_OK;
+    *begin = *steady = INFINITY;
+    if (!good) printf("    %s: %s\n", text, j.why);
+    if (!good) return false;
     *begin = 0;
-    for (int s = 0; s < STEPS && good; s++) {
+    for (int s = 0; s < STEPS; s++) {
         double real = 0;
         for (int r = 0; r < workers; r++) real = fmax(real, j.end[r][s] - ORIGIN);
         *begin = fmax(*begin, fabs((ends[s] - ORIGIN) / real - 1));
     }
     const double step = j.plan.strategy == HPML_STRATEGY_FEDERATED ? mean_step(&j, workers) : steady_step(&j, workers);
     *steady = fabs(p.step_s / step - 1);
-    if (!good) printf("    %s: %s\n", text, j.why);
-    return good;
+    return true;
 }
 
 /* Strategies in which the order of messages decides: the first steps end at the same times, bit for bit; a step in
@@ -401,6 +403,9 @@ TEST(what_a_step_at_the_ranks_own_pace_means)
         ENSURE(forecast(plan, &f, &m, &p) == HPML_OK);
         ENSURE_NEAR(p.step_s / ps.step_s, 1, 1e-9);
     }
+    f.facts.ranks = 4, f.update_s = 1, slow[3] = 1; /* the server steps for each gradient, and is busy */
+    ENSURE(forecast("strategy=async,servers=1", &f, &m, &p) == HPML_OK);
+    ENSURE_NEAR(p.step_s / 3, 1, 0.01);
     f.facts.ranks = 10, m.network.ranks_per_node = 5;
     ENSURE(hpml_forecast(&(hpml_plan){ .strategy = HPML_STRATEGY_HOGWILD }, &f, &m, &p, j.why, sizeof j.why) ==
            HPML_ERR_UNSUPPORTED);
@@ -453,6 +458,12 @@ TEST(one_very_slow_worker)
         const double slower = p.step_s / equal.step_s; /* async: 7 of 8 workers, backup: nothing is lost */
         if (fabs(slower - (i ? 1 : 8. / 7)) > 0.05) printf("    %s: a step takes %g times as long\n", plans[i], slower);
         ENSURE_NEAR(slower, i ? 1 : 8. / 7, 0.05);
+        double terms = 0;
+        slow[5] = 20; /* its steps count: its terms, too */
+        ENSURE(forecast(plans[i], &f, &m, &p) == HPML_OK);
+        for (int t = 0; t < HPML_TERM_COUNT; t++) terms += p.term_s[t];
+        if (fabs(terms / p.step_s - 1) > 1e-6) printf("    %s: the terms are %g steps\n", plans[i], terms / p.step_s);
+        ENSURE_NEAR(terms / p.step_s, 1, 1e-6);
     }
 }
 
@@ -499,6 +510,12 @@ TEST(equal_ranks_are_played_once)
         all = all && fine;
     }
     ENSURE(all);
+    job     own = job_of("algorithm=ring", 32, 0); /* nodes that the caller lists: all ranks are played */
+    int32_t node[32];
+    double  ends[STEPS];
+    for (int r = 0; r < 32; r++) node[r] = r / 8;
+    own.network.node = node;
+    ENSURE(play(&own, false, true, ends, NULL, 0) == 32);
 }
 
 /* The number behind a name in a JSON text, after the first `in`; NaN: there is none. */

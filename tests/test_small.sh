@@ -9,13 +9,14 @@ check() { # NAME TEXT: passes without a text
 cat >"$tmp/predict.c" <<'C'
 #define HPML_IMPLEMENTATION
 #include "hpml.h"
+#include <stdio.h>
 int main(int argc, char **argv)
 {
     int32_t     x[5] = { 1, 2, 3, 4, 5 };
     float       y[55], sum = 0;
     hpml_ctx   *ctx = hpml_ctx_create(NULL);
     hpml_model *m   = argc > 1 ? hpml_model_load(ctx, argv[1], 1) : NULL;
-    if (hpml_model_predict(m, x, 1, y) != HPML_OK) return 1;
+    if (hpml_model_predict(m, x, 1, y) != HPML_OK) return puts(hpml_ctx_error(ctx)), 1;
     for (int i = 0; i < 55; i++) sum += y[i];
     hpml_ctx_free(ctx);
     return sum < 10.99f || sum > 11.01f; /* 11 rows of probabilities */
@@ -25,6 +26,9 @@ C
 small='-std=c99 -Os -DHPML_STATIC -DHPML_NO_THREADS -DHPML_NO_SIMD -DHPML_NO_TRAINING -ffunction-sections
     -fdata-sections -fno-asynchronous-unwind-tables -fno-pie -no-pie -Wl,--gc-sections'
 no_images=-DHPML_NO_CONVOLUTION no_sequences=-DHPML_NO_SEQUENCES
+# The limits are for gcc 12 on x86-64, because other compilers make programs of other sizes.
+judged=
+case $(${CC:-cc} -dumpfullversion 2>/dev/null)-$(${CC:-cc} -dumpmachine) in 12.*-x86_64-*) judged=yes ;; esac
 # size NAME MOST OPTIONS: a program that predicts has at most MOST bytes of text and data.
 size() {
     name=$1 most=$2; shift 2
@@ -34,7 +38,8 @@ size() {
     fi
     size=$(command size "$tmp/predict" | awk 'NR == 2 { print $1 + $2 }')
     echo "a program that predicts from a model file, $name: $size bytes of text and data"
-    check "a small program, $name" "$([ "$size" -le $most ] || echo "$size bytes, expected at most $most")"
+    check "a small program, $name" "$([ "$size" -le $most ] || [ -z "$judged" ] ||
+        echo "$size bytes, expected at most $most")"
 }
 size "with all ops" 93000
 check "a small program predicts" "$("$tmp/predict" tests/model_v1.safetensors || echo "exit status $?")"
@@ -43,7 +48,8 @@ check "a small program without convolution predicts" "$(
     "$tmp/predict" tests/model_v1.safetensors || echo "exit status $?")"
 size "without convolution and sequences" 70000 $no_images $no_sequences
 check "a small program without sequences refuses a model with embeddings" "$(
-    "$tmp/predict" tests/model_v1.safetensors && echo "it predicts")"
+    "$tmp/predict" tests/model_v1.safetensors >"$tmp/out"
+    grep -q "model_v1.*: op embedding is not in this build: HPML_NO_SEQUENCES" "$tmp/out" || cat "$tmp/out")"
 ${CC:-cc} -std=c99 -DHPML_IMPLEMENTATION -O1 -w -I. tests/small.c -o "$tmp/save" -lm -lpthread && "$tmp/save" "$tmp"
 # predicts SUFFIX OPTIONS: what a program without training predicts, and what it refuses
 predicts() {
