@@ -8500,14 +8500,19 @@ HPMLC_FN const hpmlc_whole *hpmlc_whole_codec(const hpml_codec_desc *codec)
     return NULL;
 }
 
+HPMLC_FN bool hpmlc_whole_is_plain(const hpml_exchange *x, const hpmlc_item *it) /* true: x leaves it unpacked */
+{
+    const int64_t least = x->d.codec.min_elements > 0 ? x->d.codec.min_elements : HPML_CODEC_MIN_ELEMENTS;
+    const bool    small = it->g.rows == 1 || it->g.cols == 1 || it->g.rows * it->g.cols < least;
+    return (small && !x->d.codec.compress_all) || (x->whole->saves && !x->whole->saves(x, it));
+}
+
 /* Sets it->plain to whether the codec, top-k or low rank, leaves the tensor unpacked; allocates the arrays of a tensor
    that is packed. False: no memory. */
 HPMLC_FN bool hpmlc_whole_create(hpml_exchange *x, hpmlc_item *it)
 {
-    int64_t n = it->g.rows * it->g.cols, least = x->d.codec.min_elements;
-    if (least <= 0) least = HPML_CODEC_MIN_ELEMENTS;
-    bool small = it->g.rows == 1 || it->g.cols == 1 || n < least;
-    it->plain = (small && !x->d.codec.compress_all) || (x->whole->saves && !x->whole->saves(x, it));
+    const int64_t n = it->g.rows * it->g.cols;
+    it->plain = hpmlc_whole_is_plain(x, it);
     if (it->plain) return true;
     it->residual = (float *)hpmlc_exchange_alloc(x, (size_t)(n + x->whole->arrays(x, it, NULL)) * sizeof(float));
     if (it->residual) x->whole->arrays(x, it, it->residual + n);
@@ -18465,8 +18470,8 @@ typedef enum hpmlc_act_kind { /* words after a point are fields of hpmlc_act */
 
 typedef enum hpmlc_collective { /* words after a point are fields of hpmlc_act */
     HPMLC_ALLREDUCE, HPMLC_REDUCE_SCATTER, HPMLC_ALLGATHER, HPMLC_BROADCAST, /* .n elements of .size bytes */
-    HPMLC_STRIPES,     /* all to all: each rank sends another block, .n bytes with its header, to each other rank */
-    HPMLC_SUMS,        /* each rank sends the same block, .n bytes with its header, to all other ranks */
+    HPMLC_STRIPES,     /* all to all: each rank sends another block, .n bytes or block .blocks, to each other rank */
+    HPMLC_SUMS,        /* each rank sends its own block, .n bytes or block .blocks, to all other ranks */
     HPMLC_MIX,         /* hpml_mix: each rank sends .n bytes to its neighbours in the hpml_topology .peer */
     HPMLC_PASSES,      /* in each of p - 1 rounds each of p ranks sends .n bytes to the next one */
     HPMLC_SHIFTS       /* a sum of few numbers: in round r each rank sends .n bytes to the rank 2^r on */
@@ -18486,17 +18491,22 @@ typedef struct hpmlc_act {
     hpml_algorithm   algorithm;
     size_t           size;
     int64_t          n;
+    int32_t          blocks;  /* STRIPES, SUMS: 1 + index in hpmlc_acts.block of the bytes of position 0's block, which
+                                 those of the other positions follow; 0: each block has .n bytes */
     double           seconds;
     int32_t          first;   /* the first step in which the act takes place */
-    int32_t          drawn, ahead; /* .drawn above 0: clients drawn for a round (federated). The act takes place only if
-                                 its client is among those drawn for the current round + .ahead. Its client: the rank
-                                 itself or, in a server's program, worker .peer */
+    int32_t          ahead;   /* WAIT: the job of so many steps ahead: 0, or -1, the step before */
+    int32_t          drawn;   /* above 0: clients drawn for a round (federated). The act takes place only if its client
+                                 is among those drawn for the current round + .ahead. Its client: the rank itself or, in
+                                 a server's program, worker .peer */
     hpml_term        term;    /* the part of a step's time to which computing and waiting in this act are added */
 } hpmlc_act;
 
 typedef struct hpmlc_acts {
     hpmlc_act *item;
     int        count, capacity, jobs; /* jobs: number of acts END */
+    int64_t   *block;                 /* (blocks) bytes of the blocks of exchanges, see hpmlc_act.blocks */
+    int        blocks;
     bool       failed;                /* out of memory */
 } hpmlc_acts;
 
@@ -18738,7 +18748,9 @@ HPMLC_FN bool hpmlc_collect_move(hpmlc_play *y, int a, const hpmlc_act *act)
         if (!hpmlc_neighbours(t, p, y->actor[a].partner, me, to)) to = -1;
         if (!hpmlc_neighbours(t, p, y->actor[a].partner, me, from)) from = -1;
     }
-    hpmlc_play_set(y, a, act->group, to, from, act->n, 0);
+    const int owner = act->collective == HPMLC_SUMS ? me : to;
+    hpmlc_play_set(y, a, act->group, to, from,
+                   act->blocks > 0 ? y->actor[a].acts->block[act->blocks - 1 + owner] : act->n, 0);
     return true;
 }
 
@@ -18996,7 +19008,7 @@ HPMLC_FN void hpmlc_actor_waited(hpmlc_play *y, int a, const hpmlc_act *act, dou
 HPMLC_FN bool hpmlc_job_over(hpmlc_play *y, int a, const hpmlc_act *act)
 {
     hpmlc_actor      *actor = &y->actor[a], *other = &y->actor[a - 1];
-    const int64_t     job = (int64_t)actor->step * other->acts->jobs + act->peer;
+    const int64_t     job = (int64_t)(actor->step + act->ahead) * other->acts->jobs + act->peer;
     const hpml_comm  *c = actor->layout[act->group] ? &actor->layout[act->group]->c : NULL;
     actor->idle = other->jobs <= job;
     if (actor->idle) return false;
@@ -19244,53 +19256,71 @@ HPMLC_FN bool hpmlc_exchanges(const hpmlc_maker *k) /* true: in each step severa
     return k->p->strategy == HPML_STRATEGY_SYNC && !k->p->exact && hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS) > 1;
 }
 
-/* If the codec packs whole tensors, adds to the background's list the exchange of layer i's gradient; if it packs rows,
-   adds their packed bytes to *packed. Returns the floats to exchange unpacked: all of the layer, or 0. */
-HPMLC_FN int64_t hpmlc_packed_add(const hpmlc_maker *k, int i, int64_t *packed)
+/* Adds p blocks without packed rows to the list of acts. Returns the bytes of each block; NULL: out of memory. */
+HPMLC_FN int64_t *hpmlc_blocks_add(hpmlc_acts *acts, int64_t p)
 {
-    const hpml_layer_facts *l = &k->f->layer[i];
-    const hpml_codec_desc  *c = &k->p->codec;
-    hpmlc_acts             *acts = &k->role->background;
-    const int64_t           n = hpmlc_layer_floats(k, i), rows = hpmlc_max(l->rows, 1);
-    const int64_t           p = hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS);
-    const int               group = HPMLC_GROUP_REPLICAS;
-    const bool              small = rows < 2 || n < (c->min_elements > 0 ? c->min_elements : 256);
-    hpml_packing            pack;
-    if (!hpmlc_plan_packs(k->p) || (hpmlc_whole_codec(c) && small && !c->compress_all)) return n;
-    if (c->kind == HPML_CODEC_TOPK && !c->custom) {
-        const int64_t kept = (int64_t)ceil((double)n * (c->ratio > 0 ? (double)c->ratio : 0.01));
-        hpmlc_collect_add(acts, group, HPMLC_ALLGATHER, 2 * p * kept, sizeof(float), HPML_TERM_DATA);
-        return 0;
-    }
-    if (hpmlc_whole_codec(c)) {
-        const int64_t r = c->lowrank > 0 ? c->lowrank : 2;
+    int64_t *all = (int64_t *)realloc(acts->block, sizeof *all * (size_t)(acts->blocks + p));
+    if (!all) acts->failed = true;
+    if (!all) return NULL;
+    acts->block = all;
+    for (int64_t r = 0; r < p; r++) all[acts->blocks + r] = HPMLC_HEADER;
+    acts->blocks += (int)p;
+    return all + acts->blocks - p;
+}
+
+/* If the codec packs the gradient of layer i whole, adds its exchange to the background's list; if it packs rows, adds
+   their bytes to `block`, of each rank's block. Returns false if the gradient is exchanged unpacked. */
+HPMLC_FN bool hpmlc_packed_add(const hpmlc_maker *k, int i, int64_t *block)
+{
+    const int64_t rows = hpmlc_max(k->f->layer[i].rows, 1), cols = hpmlc_max(hpmlc_layer_part(k, i) / rows, 1);
+    const int     p = hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS), group = HPMLC_GROUP_REPLICAS;
+    hpmlc_acts   *acts = &k->role->background;
+    HPMLC_ZERO(hpml_exchange, x);
+    HPMLC_ZERO(hpmlc_item, it);
+    x.d.codec = k->p->codec;
+    x.whole   = hpmlc_whole_codec(&x.d.codec);
+    it.g.rows = rows;
+    it.g.cols = cols;
+    if (!hpmlc_plan_packs(k->p)) return false;
+    if (x.whole ? hpmlc_whole_is_plain(&x, &it) :
+        hpml_packing_init(&it.packing, &x.d.codec, rows, cols) != HPML_OK || it.packing.codec->linear)
+        return false;
+    for (int r = 0; r < p && !x.whole; r++) block[r] += (int64_t)hpmlc_stripe_size(&it, p, r);
+    if (x.whole && x.whole->kind == HPML_CODEC_TOPK)
+        hpmlc_collect_add(acts, group, HPMLC_ALLGATHER, 8 * hpmlc_topk_count(&x, &it) * p, 1, HPML_TERM_DATA);
+    else if (x.whole) {
+        const int64_t r = hpmlc_lowrank_of(&x, &it);
         hpmlc_allreduce_add(k, acts, group, r * rows, sizeof(float), HPML_TERM_DATA);
-        hpmlc_allreduce_add(k, acts, group, r * (n / rows), sizeof(float), HPML_TERM_DATA);
-        return 0;
+        hpmlc_allreduce_add(k, acts, group, r * cols, sizeof(float), HPML_TERM_DATA);
     }
-    if (hpml_packing_init(&pack, c, rows, hpmlc_max(n / rows, 1)) != HPML_OK) return n;
-    if (pack.codec == hpml_codec_get(HPML_CODEC_NONE)) return n;
-    *packed += (int64_t)pack.size;
-    return 0;
+    return true;
 }
 
 /* Adds the job that exchanges the gradients of bucket b: with plan.shard their reduce-scatter, else their allreduce or,
    with a codec, the exchange of packed gradients. */
 HPMLC_FN void hpmlc_bucket_add(hpmlc_maker *k, int b)
 {
-    const int64_t p = hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS);
-    hpmlc_acts   *acts = &k->role->background;
-    int64_t       plain = 0, packed = 0;
+    const int   p = hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS);
+    const bool  whole = hpmlc_whole_codec(&k->p->codec) != NULL, rows = hpmlc_plan_packs(k->p) && !whole;
+    hpmlc_acts *acts = &k->role->background;
+    const int   first = acts->blocks;
+    int64_t    *block = rows ? hpmlc_blocks_add(acts, p) : NULL, plain = 0;
+    bool        packed = false;
+    if (acts->failed) return;
     if (k->p->shard > 0)
         hpmlc_collect_add(acts, HPMLC_GROUP_REPLICAS, HPMLC_REDUCE_SCATTER, k->floats[b], sizeof(float),
                           HPML_TERM_DATA);
-    for (int i = k->f->layers - 1; i >= 0 && k->p->shard == 0; i--)
-        if (k->bucket[i] == b) plain += hpmlc_packed_add(k, i, &packed);
-    if (packed > 0) {
-        const int64_t block = (packed + p - 1) / p + (int64_t)sizeof(int64_t);
-        hpmlc_collect_add(acts, HPMLC_GROUP_REPLICAS, HPMLC_STRIPES, block, 1, HPML_TERM_DATA);
-        hpmlc_collect_add(acts, HPMLC_GROUP_REPLICAS, HPMLC_SUMS, block, 1, HPML_TERM_DATA);
+    for (int i = k->f->layers - 1; i >= 0 && k->p->shard == 0; i--) {
+        if (k->bucket[i] != b) continue;
+        if (hpmlc_packed_add(k, i, block)) packed = true;
+        else plain += hpmlc_layer_floats(k, i);
     }
+    for (int turn = 0; turn < 2 && packed && rows; turn++) {
+        hpmlc_act *act = hpmlc_collect_add(acts, HPMLC_GROUP_REPLICAS, turn ? HPMLC_SUMS : HPMLC_STRIPES, 0, 1,
+                                           HPML_TERM_DATA);
+        if (act) act->blocks = first + 1;
+    }
+    if (packed && whole) hpmlc_allreduce_add(k, acts, HPMLC_GROUP_REPLICAS, 1, sizeof(int64_t), HPML_TERM_DATA);
     if (plain > 0) hpmlc_allreduce_add(k, acts, HPMLC_GROUP_REPLICAS, plain, sizeof(float), HPML_TERM_DATA);
     k->job[b] = hpmlc_job_add(k);
 }
@@ -19387,7 +19417,7 @@ HPMLC_FN void hpmlc_gradient_add(hpmlc_maker *k, int i)
     if (hpmlc_sends_factors(k, i) && !k->p->no_overlap) hpmlc_factors_gather_add(k, i);
     if (k->bucket[i] < 0) return;
     k->left[k->bucket[i]]--;
-    if (k->p->no_overlap && k->p->shard < 2) return;
+    if (k->p->delayed || (k->p->no_overlap && k->p->shard < 2)) return;
     if (hpmlc_steps_early(k) && k->stats < 0) hpmlc_stats_add(k);
     hpmlc_posts_add(k);
     while (hpmlc_steps_early(k) && k->stepped + 1 < k->posted) {
@@ -19550,24 +19580,32 @@ HPMLC_FN void hpmlc_buckets_cut(hpmlc_maker *k)
     }
 }
 
-/* Makes the program of a rank with strategy sync: one step. */
+/* Makes the program of a rank with strategy sync: one step. With plan.delayed the exchange of the step before is awaited
+   before that of this step begins, and the first step has no gradients for an update. */
 HPMLC_FN void hpmlc_sync_add(hpmlc_maker *k)
 {
-    const bool exchanges = hpmlc_exchanges(k);
-    int        last = -1;
+    const bool  exchanges = hpmlc_exchanges(k), delayed = exchanges && k->p->delayed;
+    hpmlc_acts *own = &k->role->own;
+    int         last = -1;
     hpmlc_buckets_cut(k);
-    for (int b = 0; b < k->buckets && k->p->delayed && exchanges; b++) hpmlc_bucket_add(k, k->posted++);
     hpmlc_pass_add(k);
     for (int i = k->f->layers - 1; i >= 0 && k->p->no_overlap; i--)
         if (hpmlc_sends_factors(k, i)) hpmlc_factors_gather_add(k, i);
+    const int before = own->count;
+    if (delayed) hpmlc_await_add(k, k->buckets); /* the last job, the sum of losses */
     if (exchanges) hpmlc_posts_add(k);
     if (exchanges && k->stats < 0) hpmlc_stats_add(k);
     hpmlc_factors_multiply_add(k);
-    if (exchanges) hpmlc_await_add(k, k->role->background.jobs - 1);
+    if (exchanges && !delayed) hpmlc_await_add(k, k->role->background.jobs - 1);
     if (k->p->shard > 0 && exchanges) last = hpmlc_shard_steps_add(k, k->buckets);
     else hpmlc_compute_add(k, hpmlc_update_seconds(k, hpmlc_stage_floats(k)), HPML_TERM_UPDATE);
     hpmlc_await_add(k, last);
-    hpmlc_act_add(&k->role->own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
+    for (int i = before; i < own->count && delayed; i++) {
+        hpmlc_act *act = &own->item[i];
+        if (act->kind == HPMLC_ACT_WAIT) act->ahead = -1;
+        if (act->kind != HPMLC_ACT_POST) act->first = 1;
+    }
+    hpmlc_act_add(own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
 }
 
 /* Makes the program of a stage of schedules STASH and VERTICAL: a step is the forward pass of one micro-batch, then the
@@ -20083,6 +20121,7 @@ HPMLC_FN void hpmlc_roles_free(hpmlc_role *role, int roles)
     for (int r = 0; role && r < roles; r++) {
         free(role[r].own.item);
         free(role[r].background.item);
+        free(role[r].background.block);
     }
     free(role);
 }
@@ -20217,9 +20256,12 @@ HPMLC_FN void hpmlc_play_mark(hpmlc_sim *s) /* counts a message; keeps the play'
 
 HPMLC_FN int hpmlc_acts_same(const hpmlc_acts *a, const hpmlc_acts *b) /* how many acts at the beginning are the same */
 {
-    const int count = (int)hpmlc_min(a->count, b->count);
-    int       i = 0;
-    while (i < count && memcmp(&a->item[i], &b->item[i], sizeof *a->item) == 0) i++;
+    const int  count = (int)hpmlc_min(a->count, b->count);
+    const bool alike = a->blocks == b->blocks &&
+                       (a->blocks == 0 || memcmp(a->block, b->block, sizeof *a->block * (size_t)a->blocks) == 0);
+    int        i = 0;
+    while (i < count && memcmp(&a->item[i], &b->item[i], sizeof *a->item) == 0 && (alike || a->item[i].blocks == 0))
+        i++;
     return i;
 }
 
