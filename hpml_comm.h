@@ -1513,14 +1513,13 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
    whole bandwidth for the values that ranks share. With federated it is a round / .period, the mean of 36 rounds where
    .share draws clients. Plans with servers take a time that grows with the square of the workers: 1,024 some seconds.
 
-   Exact on up to 64 ranks: strategy sync without codec and delayed, any data x pipe x tensor, all schedules that empty
-   the pipeline, shard 0 to 3; exact sums; factors of layers without bias; strategies ps, federated, local, block,
-   elastic, gossip (but for random pairs); the steady steps of schedules stash and vertical, of ssp (workers equally
-   fast, or 1/16 apart and more) and, with workers that are equally fast, of async and backup. Nearly, in tests within 1
-   %: async and backup with others (network.slow); within 3 %: delayed; codecs (no time to pack). Not compared with
-   trainings: axes sequence and expert. Left out: network.jitter; the two small messages by which hpml_trainer_fit asks
-   for each batch of async; rows of sparse tables. Layers with several parameters differ where a bucket ends between two
-   of them. On more ranks losses are taken to be added up in log2(ranks) rounds (within 1 %, small shards and pipelines
+   Exact on up to 64 ranks: strategy sync, any data x pipe x tensor x sequence, all schedules that empty the pipeline,
+   shard 0 to 3, delayed, codecs (no time to pack); exact sums; factors of layers without bias; all other strategies
+   (gossip but for random pairs), where a step is one of steady state the steps that are counted; the steady steps of
+   schedules stash and vertical. Nearly, in tests within 2 %, with shard 8 %: axis expert, where gradients of experts and
+   of other layers are exchanged at the same time. Left out: network.jitter; the two small messages by which
+   hpml_trainer_fit asks for each batch of async; rows of sparse tables. Layers with several parameters differ where a
+   bucket ends between two of them, or with a codec. On more ranks losses are taken to be added up in log2(ranks) rounds (within 1 %, small shards and pipelines
    5 %), and equal replicas to have the blocks of the first one. Refused with HPML_ERR_UNSUPPORTED: hogwild on several
    nodes; exact sums and factors with servers, a codec or other axes than data; shard with schedules stash and vertical.
    */
@@ -1587,8 +1586,8 @@ typedef struct hpml_layer_facts {
     int64_t kept;                  /* bytes of activations that the forward pass keeps for the backward pass */
     int64_t forward_sum;           /* floats that the ranks of axis tensor add up after the forward pass */
     int64_t backward_sum;          /* floats that the ranks of axis tensor add up after the backward pass */
-    int64_t pass;                  /* floats that each rank of axis sequence passes on to each other one, forward, and
-                                      twice backward (ring attention) */
+    int64_t pass;                  /* floats of a sample that axis sequence passes around: its s ranks send a part of
+                                      1 / s s - 1 times forward, 2 s - 1 times backward (ring attention) */
     int64_t swap;                  /* floats that ranks of axis expert exchange before and after the experts, in each
                                       pass */
     bool    split;                 /* true: axis tensor divides computing, parameters and kept bytes of the layer */
@@ -12372,8 +12371,20 @@ HPMLC_FN size_t hpmlc_piece_size(const hpml_distributed *d, const hpmlc_piece *p
     return sizeof(float) * (size_t)(hpmlc_factor_rows(d, p) * (p->packing.rows + p->packing.cols));
 }
 
-/* Cuts the range of server s into pieces: whole rows of one parameter, and parts of rows at the range's ends. False:
-   the plan's codec cannot pack a piece. */
+/* Cuts a piece off floats [*from, *from + *left) of a parameter with rows of `cols` floats: whole rows or, at the ends
+   of the range, a part of a row. Sets how the codec packs it; false: the codec cannot. */
+HPMLC_FN bool hpmlc_piece_cut(hpml_packing *pack, const hpml_codec_desc *codec, int64_t cols, int64_t *from,
+                              int64_t *left)
+{
+    const bool    whole = *from % cols == 0 && *left >= cols;
+    const int64_t rows  = whole ? *left / cols : 1;
+    const int64_t width = whole ? cols : hpmlc_min(*left, cols - *from % cols);
+    *from += rows * width;
+    *left -= rows * width;
+    return hpml_packing_init(pack, codec, rows, width) == HPML_OK;
+}
+
+/* Cuts the range of server s into pieces. False: the plan's codec cannot pack a piece. */
 HPMLC_FN bool hpmlc_range_cut(hpml_distributed *d, int s)
 {
     hpmlc_servers *own   = hpmlc_servers_of(d);
@@ -12386,18 +12397,13 @@ HPMLC_FN bool hpmlc_range_cut(hpml_distributed *d, int s)
         const int64_t      cols  = p->ndim > 1 ? count / p->shape[0] : count;
         int64_t            from = hpmlc_max(at - first, 0), left = hpmlc_min(end - first, count) - from;
         while (left > 0) {
-            const bool    whole = from % cols == 0 && left >= cols;
-            const int64_t rows  = whole ? left / cols : 1;
-            const int64_t width = whole ? cols : hpmlc_min(left, cols - from % cols);
-            hpmlc_piece  *piece = &own->piece[own->pieces++];
-            if (hpml_packing_init(&piece->packing, &d->plan.codec, rows, width) != HPML_OK) return false;
-            piece->layer     = d->factors ? d->factors->of[i] : NULL;
-            piece->param     = i;
-            piece->from      = from;
-            piece->at        = first + from;
-            piece[1].offset  = piece->offset + hpmlc_piece_size(d, piece);
-            from += rows * width;
-            left -= rows * width;
+            hpmlc_piece *piece = &own->piece[own->pieces++];
+            piece->layer = d->factors ? d->factors->of[i] : NULL;
+            piece->param = i;
+            piece->from  = from;
+            piece->at    = first + from;
+            if (!hpmlc_piece_cut(&piece->packing, &d->plan.codec, cols, &from, &left)) return false;
+            piece[1].offset = piece->offset + hpmlc_piece_size(d, piece);
         }
         first += count;
     }
@@ -18473,19 +18479,19 @@ typedef enum hpmlc_collective { /* words after a point are fields of hpmlc_act *
     HPMLC_STRIPES,     /* all to all: each rank sends another block, .n bytes or block .blocks, to each other rank */
     HPMLC_SUMS,        /* each rank sends its own block, .n bytes or block .blocks, to all other ranks */
     HPMLC_MIX,         /* hpml_mix: each rank sends .n bytes to its neighbours in the hpml_topology .peer */
-    HPMLC_PASSES,      /* in each of p - 1 rounds each of p ranks sends .n bytes to the next one */
+    HPMLC_PASSES,      /* in each of .peer rounds each rank sends .n bytes to the next one */
     HPMLC_SHIFTS       /* a sum of few numbers: in round r each rank sends .n bytes to the rank 2^r on */
 } hpmlc_collective;
 
-/* A group of a play: the ranks along one axis (then its number is that hpml_axis), the ranks that average gradients, or
-   all ranks. */
-enum { HPMLC_GROUP_REPLICAS = HPML_AXES, HPMLC_GROUP_ALL, HPMLC_GROUPS };
+/* A group of a play: the ranks along one axis (then its number is that hpml_axis), the ranks that average gradients,
+   those that average gradients of experts, or all ranks. */
+enum { HPMLC_GROUP_REPLICAS = HPML_AXES, HPMLC_GROUP_EXPERTS, HPMLC_GROUP_ALL, HPMLC_GROUPS };
 
 typedef struct hpmlc_act {
     hpmlc_act_kind   kind;
-    int32_t          group;   /* the ranks that communicate: an hpml_axis, or HPMLC_GROUP_REPLICAS or _ALL */
-    int32_t          peer;    /* SEND, RECEIVE: the other rank's position in .group; BROADCAST: the root's; WAIT: number
-                                 of the job */
+    int32_t          group;   /* the ranks that communicate: an hpml_axis, or a word HPMLC_GROUP_... */
+    int32_t          peer;    /* SEND, RECEIVE: the other rank's position in .group; BROADCAST: the root's; PASSES:
+                                 number of rounds; WAIT: number of the job */
     int32_t          tag;
     hpmlc_collective collective;
     hpml_algorithm   algorithm;
@@ -18740,8 +18746,8 @@ HPMLC_FN bool hpmlc_collect_move(hpmlc_play *y, int a, const hpmlc_act *act)
     }
     int shift = q->round + 1;
     if (act->collective == HPMLC_SHIFTS) shift = q->round < 30 ? 1 << q->round : p;
+    if (act->collective == HPMLC_PASSES) shift = q->round < act->peer ? 1 : p;
     if (shift >= p) return false;
-    if (act->collective == HPMLC_PASSES) shift = 1;
     int to = (me + shift) % p, from = (me + p - shift) % p;
     if (act->collective == HPMLC_MIX) {
         const hpml_topology t = (hpml_topology)act->peer;
@@ -19251,6 +19257,20 @@ HPMLC_FN void hpmlc_await_add(const hpmlc_maker *k, int job)
     if (act) act->peer = job;
 }
 
+/* Returns the group of the ranks that average the gradient of layer i, or those of bucket b. */
+HPMLC_FN int hpmlc_layer_group(const hpmlc_maker *k, int i)
+{
+    const bool apart = k->f->layer[i].experts && k->y->size[HPML_AXIS_EXPERT] > 1;
+    return apart ? HPMLC_GROUP_EXPERTS : HPMLC_GROUP_REPLICAS;
+}
+
+HPMLC_FN int hpmlc_bucket_group(const hpmlc_maker *k, int b)
+{
+    int i = 0;
+    while (k->bucket[i] != b) i++;
+    return hpmlc_layer_group(k, i);
+}
+
 HPMLC_FN bool hpmlc_exchanges(const hpmlc_maker *k) /* true: in each step several ranks average gradients */
 {
     return k->p->strategy == HPML_STRATEGY_SYNC && !k->p->exact && hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS) > 1;
@@ -19273,7 +19293,7 @@ HPMLC_FN int64_t *hpmlc_blocks_add(hpmlc_acts *acts, int64_t p)
 HPMLC_FN bool hpmlc_packed_add(const hpmlc_maker *k, int i, int64_t *block)
 {
     const int64_t rows = hpmlc_max(k->f->layer[i].rows, 1), cols = hpmlc_max(hpmlc_layer_part(k, i) / rows, 1);
-    const int     p = hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS), group = HPMLC_GROUP_REPLICAS;
+    const int     group = hpmlc_layer_group(k, i), p = hpmlc_group_size(k->y, group);
     hpmlc_acts   *acts = &k->role->background;
     HPMLC_ZERO(hpml_exchange, x);
     HPMLC_ZERO(hpmlc_item, it);
@@ -19300,7 +19320,7 @@ HPMLC_FN bool hpmlc_packed_add(const hpmlc_maker *k, int i, int64_t *block)
    with a codec, the exchange of packed gradients. */
 HPMLC_FN void hpmlc_bucket_add(hpmlc_maker *k, int b)
 {
-    const int   p = hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS);
+    const int   group = hpmlc_bucket_group(k, b), p = hpmlc_group_size(k->y, group);
     const bool  whole = hpmlc_whole_codec(&k->p->codec) != NULL, rows = hpmlc_plan_packs(k->p) && !whole;
     hpmlc_acts *acts = &k->role->background;
     const int   first = acts->blocks;
@@ -19308,20 +19328,18 @@ HPMLC_FN void hpmlc_bucket_add(hpmlc_maker *k, int b)
     bool        packed = false;
     if (acts->failed) return;
     if (k->p->shard > 0)
-        hpmlc_collect_add(acts, HPMLC_GROUP_REPLICAS, HPMLC_REDUCE_SCATTER, k->floats[b], sizeof(float),
-                          HPML_TERM_DATA);
+        hpmlc_collect_add(acts, group, HPMLC_REDUCE_SCATTER, k->floats[b], sizeof(float), HPML_TERM_DATA);
     for (int i = k->f->layers - 1; i >= 0 && k->p->shard == 0; i--) {
         if (k->bucket[i] != b) continue;
         if (hpmlc_packed_add(k, i, block)) packed = true;
         else plain += hpmlc_layer_floats(k, i);
     }
     for (int turn = 0; turn < 2 && packed && rows; turn++) {
-        hpmlc_act *act = hpmlc_collect_add(acts, HPMLC_GROUP_REPLICAS, turn ? HPMLC_SUMS : HPMLC_STRIPES, 0, 1,
-                                           HPML_TERM_DATA);
+        hpmlc_act *act = hpmlc_collect_add(acts, group, turn ? HPMLC_SUMS : HPMLC_STRIPES, 0, 1, HPML_TERM_DATA);
         if (act) act->blocks = first + 1;
     }
-    if (packed && whole) hpmlc_allreduce_add(k, acts, HPMLC_GROUP_REPLICAS, 1, sizeof(int64_t), HPML_TERM_DATA);
-    if (plain > 0) hpmlc_allreduce_add(k, acts, HPMLC_GROUP_REPLICAS, plain, sizeof(float), HPML_TERM_DATA);
+    if (packed && whole) hpmlc_allreduce_add(k, acts, group, 1, sizeof(int64_t), HPML_TERM_DATA);
+    if (plain > 0) hpmlc_allreduce_add(k, acts, group, plain, sizeof(float), HPML_TERM_DATA);
     k->job[b] = hpmlc_job_add(k);
 }
 
@@ -19355,14 +19373,13 @@ HPMLC_FN double hpmlc_update_seconds(const hpmlc_maker *k, double floats)
    only their blocks, the jobs that gather the new values. Returns the number of the last of these jobs; -1: none. */
 HPMLC_FN int hpmlc_shard_steps_add(hpmlc_maker *k, int to)
 {
-    const double p = hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS);
-    int          job = -1;
+    int job = -1;
     for (; k->stepped < to; k->stepped++) {
+        const int     group = hpmlc_bucket_group(k, k->stepped);
         const int64_t n = k->floats[k->stepped];
-        hpmlc_compute_add(k, hpmlc_update_seconds(k, (double)n / p), HPML_TERM_UPDATE);
+        hpmlc_compute_add(k, hpmlc_update_seconds(k, (double)n / hpmlc_group_size(k->y, group)), HPML_TERM_UPDATE);
         if (k->p->shard == 3) continue;
-        hpmlc_collect_add(&k->role->background, HPMLC_GROUP_REPLICAS, HPMLC_ALLGATHER, n, sizeof(float),
-                          HPML_TERM_DATA);
+        hpmlc_collect_add(&k->role->background, group, HPMLC_ALLGATHER, n, sizeof(float), HPML_TERM_DATA);
         job = hpmlc_job_add(k);
     }
     return job;
@@ -19438,7 +19455,7 @@ HPMLC_FN int hpmlc_fetch_add(hpmlc_maker *k, int b, int keep)
     if (keep >= 0 && k->slot[slot] == keep) slot = !slot;
     k->slot[slot] = b;
     k->used[slot] = k->clock;
-    hpmlc_collect_add(&k->role->background, HPMLC_GROUP_REPLICAS, HPMLC_ALLGATHER, k->floats[b], sizeof(float),
+    hpmlc_collect_add(&k->role->background, hpmlc_bucket_group(k, b), HPMLC_ALLGATHER, k->floats[b], sizeof(float),
                       HPML_TERM_DATA);
     k->slot_job[slot] = hpmlc_job_add(k);
     return slot;
@@ -19468,9 +19485,11 @@ HPMLC_FN void hpmlc_layer_exchange_add(const hpmlc_maker *k, const hpml_layer_fa
 {
     const int     s = k->y->size[HPML_AXIS_SEQUENCE], e = k->y->size[HPML_AXIS_EXPERT];
     const int64_t bytes = (int64_t)sizeof(float) * samples;
+    hpmlc_act    *act = NULL;
     if (l->pass > 0 && s > 1)
-        hpmlc_collect_add(&k->role->own, HPML_AXIS_SEQUENCE, HPMLC_PASSES, (back ? 2 : 1) * l->pass * bytes / s, 1,
-                          HPML_TERM_SEQUENCE);
+        act = hpmlc_collect_add(&k->role->own, HPML_AXIS_SEQUENCE, HPMLC_PASSES, l->pass * bytes / s, 1,
+                                HPML_TERM_SEQUENCE);
+    if (act) act->peer = back ? 2 * s - 1 : s - 1; /* the gradients come back to their rank: one round more */
     for (int i = 0; i < 2 && l->swap > 0 && e > 1; i++)
         hpmlc_collect_add(&k->role->own, HPML_AXIS_EXPERT, HPMLC_STRIPES, l->swap * bytes / s / e, 1, HPML_TERM_EXPERT);
 }
@@ -19554,6 +19573,7 @@ HPMLC_FN void hpmlc_buckets_cut(hpmlc_maker *k)
 {
     const int64_t limit = k->p->bucket_bytes > 0 ? k->p->bucket_bytes : (int64_t)1 << 18;
     int64_t       filled = 0;
+    int           group = -1;
     k->buckets = 0;
     k->posted  = 0;
     k->stepped = 0;
@@ -19567,12 +19587,13 @@ HPMLC_FN void hpmlc_buckets_cut(hpmlc_maker *k)
         while (k->cut[piece + 1] <= i) piece++;
         k->bucket[i] = -1;
         if (piece % hpmlc_max(k->p->pipe, 1) != k->stage || l->cols == 0 || hpmlc_sends_factors(k, i)) continue;
-        if (k->buckets == 0 || filled >= limit) {
+        if (k->buckets == 0 || filled >= limit || hpmlc_layer_group(k, i) != group) {
             k->left[k->buckets]   = 0;
             k->floats[k->buckets] = 0;
             k->buckets++;
             filled = 0;
         }
+        group        = hpmlc_layer_group(k, i);
         k->bucket[i] = k->buckets - 1;
         k->left[k->buckets - 1]++;
         k->floats[k->buckets - 1] += n;
@@ -19668,28 +19689,22 @@ HPMLC_FN void hpmlc_own_add(hpmlc_maker *k)
     hpmlc_act_add(own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
 }
 
-HPMLC_FN int64_t hpmlc_server_floats(const hpmlc_maker *k, int s) /* floats of the range that server s keeps */
+/* Returns the floats of the range that server s keeps; sets *bytes to those of a worker's push: its gradient of the
+   range, packed if the plan has a codec. */
+HPMLC_FN int64_t hpmlc_server_floats(const hpmlc_maker *k, int s, int64_t *bytes)
 {
-    int64_t n = 0;
-    for (int i = 0; i < k->f->layers; i++) n += hpmlc_max(k->f->layer[i].rows, 1) * k->f->layer[i].cols;
-    return hpml_block(n, k->p->servers, s + 1) - hpml_block(n, k->p->servers, s);
-}
-
-/* Returns the bytes in which a worker pushes the gradient of server s's range: packed, if the plan has a codec. */
-HPMLC_FN int64_t hpmlc_push_bytes(const hpmlc_maker *k, int s)
-{
-    int64_t packed = 0, all = 0;
+    int64_t all = 0, first = 0;
+    for (int i = 0; i < k->f->layers; i++) all += hpmlc_max(k->f->layer[i].rows, 1) * k->f->layer[i].cols;
+    const int64_t at = hpml_block(all, k->p->servers, s), end = hpml_block(all, k->p->servers, s + 1);
+    *bytes = 0;
     for (int i = 0; i < k->f->layers; i++) {
-        const hpml_layer_facts *l = &k->f->layer[i];
-        const int64_t           n = hpmlc_max(l->rows, 1) * l->cols;
-        hpml_packing            pack;
-        all += n;
-        if (hpml_packing_init(&pack, &k->p->codec, hpmlc_max(l->rows, 1), hpmlc_max(l->cols, 1)) == HPML_OK)
-            packed += l->cols > 0 ? (int64_t)pack.size : 0;
+        const int64_t cols = k->f->layer[i].cols, count = hpmlc_max(k->f->layer[i].rows, 1) * cols;
+        int64_t       from = hpmlc_max(at - first, 0), left = hpmlc_min(end - first, count) - from;
+        hpml_packing  pack;
+        while (left > 0 && hpmlc_piece_cut(&pack, &k->p->codec, cols, &from, &left)) *bytes += (int64_t)pack.size;
+        first += count;
     }
-    const int64_t floats = hpmlc_server_floats(k, s);
-    if (!hpmlc_plan_packs(k->p) || all == 0) return floats * (int64_t)sizeof(float);
-    return (int64_t)((double)packed * ((double)floats / (double)all));
+    return end - at;
 }
 
 /* Adds the message (tag 1) with the floats between a worker and a server. With strategy federated it is sent only if
@@ -19712,6 +19727,7 @@ HPMLC_FN void hpmlc_worker_add(hpmlc_maker *k)
     const bool  averages = k->p->strategy == HPML_STRATEGY_FEDERATED;
     const int   all = HPMLC_GROUP_ALL, w = k->y->workers, steps = averages ? k->p->period : 1;
     hpmlc_acts *own = &k->role->own;
+    int64_t     push;
     hpmlc_buckets_cut(k);
     for (int i = 0; i < steps; i++) {
         hpmlc_pass_add(k);
@@ -19719,12 +19735,14 @@ HPMLC_FN void hpmlc_worker_add(hpmlc_maker *k)
     }
     for (int i = 0; i < own->count && averages; i++) own->item[i].drawn = (int32_t)hpmlc_plan_drawn(k->p, w);
     for (int s = 0; s < k->p->servers; s++) {
+        hpmlc_server_floats(k, s, &push);
         hpmlc_message_add(k, HPMLC_ACT_SEND, all, w + s, 0, sizeof(hpmlc_request));
-        hpmlc_floats_add(k, HPMLC_ACT_SEND, w + s, hpmlc_push_bytes(k, s), 0);
+        hpmlc_floats_add(k, HPMLC_ACT_SEND, w + s, push, 0);
     }
     for (int s = 0; s < k->p->servers; s++) {
+        const int64_t floats = hpmlc_server_floats(k, s, &push);
         hpmlc_message_add(k, HPMLC_ACT_RECEIVE, all, w + s, 0, sizeof(hpmlc_answer));
-        hpmlc_floats_add(k, HPMLC_ACT_RECEIVE, w + s, hpmlc_server_floats(k, s) * (int64_t)sizeof(float), 1);
+        hpmlc_floats_add(k, HPMLC_ACT_RECEIVE, w + s, floats * (int64_t)sizeof(float), 1);
     }
     hpmlc_act_add(own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
 }
@@ -19735,19 +19753,20 @@ HPMLC_FN void hpmlc_worker_add(hpmlc_maker *k)
 HPMLC_FN void hpmlc_server_add(hpmlc_maker *k, int s)
 {
     const int     all = HPMLC_GROUP_ALL, most = k->p->strategy == HPML_STRATEGY_SSP ? k->p->staleness : INT32_MAX;
-    const int64_t floats = hpmlc_server_floats(k, s);
+    int64_t       push;
+    const int64_t floats = hpmlc_server_floats(k, s, &push);
     hpmlc_acts   *own = &k->role->own;
     if (k->y->paced) {
         const int wanted = k->p->strategy == HPML_STRATEGY_BACKUP ? k->y->workers - k->p->backup : 0;
         hpmlc_message_add(k, HPMLC_ACT_LISTEN, all, 0, 0, 0);
-        hpmlc_message_add(k, HPMLC_ACT_TAKE, all, wanted, 1, hpmlc_push_bytes(k, s));
+        hpmlc_message_add(k, HPMLC_ACT_TAKE, all, wanted, 1, push);
         if (own->count > 0) own->item[own->count - 1].seconds = hpmlc_update_seconds(k, (double)floats);
         hpmlc_message_add(k, HPMLC_ACT_ANSWER, all, most < INT32_MAX ? (int)hpmlc_min(most, 16) : most, 1,
                           floats * (int64_t)sizeof(float));
         return;
     }
     for (int w = 0; w < k->y->workers; w++) hpmlc_message_add(k, HPMLC_ACT_RECEIVE, all, w, 0, sizeof(hpmlc_request));
-    for (int w = 0; w < k->y->workers; w++) hpmlc_floats_add(k, HPMLC_ACT_RECEIVE, w, hpmlc_push_bytes(k, s), 0);
+    for (int w = 0; w < k->y->workers; w++) hpmlc_floats_add(k, HPMLC_ACT_RECEIVE, w, push, 0);
     if (k->p->strategy != HPML_STRATEGY_FEDERATED)
         hpmlc_compute_add(k, hpmlc_update_seconds(k, (double)floats), HPML_TERM_UPDATE);
     for (int w = 0; w < k->y->workers; w++) {
@@ -20438,7 +20457,8 @@ HPMLC_FN void hpmlc_play_axes(hpmlc_play *y, const hpml_plan *p)
         y->mask[k]   = 1u << k;
         stride *= y->size[k];
     }
-    y->mask[HPMLC_GROUP_REPLICAS] = 1u << HPML_AXIS_DATA | 1u << HPML_AXIS_SEQUENCE | 1u << HPML_AXIS_EXPERT;
+    y->mask[HPMLC_GROUP_EXPERTS]  = 1u << HPML_AXIS_DATA | 1u << HPML_AXIS_SEQUENCE;
+    y->mask[HPMLC_GROUP_REPLICAS] = y->mask[HPMLC_GROUP_EXPERTS] | 1u << HPML_AXIS_EXPERT;
     for (int g = 0; g < HPMLC_GROUPS; g++) {
         int many = 0;
         for (int k = 0; k < HPML_AXES; k++) {
