@@ -1429,12 +1429,6 @@ HPML_API hpml_tensor *hpml_einsum(const char *text, hpml_tensor *a, hpml_tensor 
        and the exchange of the bucket before it have ended: one stream of communication a rank, which overlaps the
        computation and is not slowed down by it
      - stragglers: network.slow multiplies a rank's computation
-   With servers the step is that of a long training: while a server answers one worker after another, the first workers
-   push again, because cards send and receive at once. So with K workers, M bytes of gradients and one server, whose
-   card limits the speed, a step takes (K + 1) M / bandwidth, K (K + 1) / (2 (K - 1)) times as long as a ring of K ranks
-   (K = 8: 5.1), and not 2 K M / bandwidth (9.1 times), the time in which the server's card would pass all its bytes one
-   after another. Of p ranks, the best number of servers has the largest (p - servers) / step_s. With servers the
-   simulation is exact where each rank has a node of its own.
    It does not model jitter, lost packets, a switch with too little bandwidth, bandwidth shared with the computation. */
 typedef struct hpml_simulate_desc {
     uint32_t       _begin;
@@ -1455,10 +1449,6 @@ typedef struct hpml_simulate_desc {
     size_t         bucket_bytes;     /* bytes of f32 gradient in a bucket; 0: 25 MiB, 1: each layer alone */
     bool           no_overlap;       /* true: exchange after the backward pass, not during it */
     bool           delayed;          /* true: exchange the gradients of the step before during this one */
-    int32_t        servers;          /* strategy ps: so many of the last ranks are servers, which share the update; the
-                                        others push gradients (as packed) behind the backward pass and get f32 values.
-                                        algorithm, element, codec_s_per_byte, bucket_bytes, no_overlap and delayed do
-                                        not count. 0: an allreduce */
     uint32_t       _end;
 } hpml_simulate_desc;
 
@@ -1507,20 +1497,25 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
    differ: in tests by up to 8 %.) hpml_simulate remains for layers whose seconds were measured, without a plan: the
    same moves on the same cards, without the sum of the losses.
 
-   Where workers do not wait for all others (backup, ssp with a staleness, async) a server takes what arrives first, and
-   a step is one of a steady state: .step_s is the number of workers / the sum of the steps that each does in a second,
-   counted when the start is over. With hogwild it is the same of ranks that await nothing, each with the machine's
-   whole bandwidth for the values that ranks share. With federated it is a round / .period, the mean of 36 rounds where
-   .share draws clients. Plans with servers take a time that grows with the square of the workers: 1,024 some seconds.
+   With servers a step is one of a long training: while a server answers one worker after another, the first workers push
+   again, because cards send and receive at once. So with K workers, M bytes of gradients and one server, whose card
+   limits the speed, a step takes (K + 1) M / bandwidth, K (K + 1) / (2 (K - 1)) times as long as a ring of K ranks (K =
+   8: 5.1), and not 2 K M / bandwidth (9.1 times), the time in which the card would pass all its bytes one after another.
+   Of p ranks, the best number of servers has the largest (p - servers) / .step_s. Where workers do not wait for all
+   others (backup, ssp with a staleness, async) a server takes what arrives first; .step_s is the number of workers / the
+   sum of the steps that each does in a second, counted when the start is over. With hogwild it is the same of ranks that
+   await nothing, each with the machine's whole bandwidth for the values that ranks share. With federated it is a round /
+   .period, the mean of 36 rounds where .share draws clients. Plans with servers take a time that grows with the square
+   of the workers: 1,024 some seconds.
 
-   Exact on up to 64 ranks: strategy sync, any data x pipe x tensor x sequence, all schedules that empty the pipeline,
-   shard 0 to 3, delayed, codecs (no time to pack); exact sums; factors of layers without bias; all other strategies
-   (gossip but for random pairs), where a step is one of steady state the steps that are counted; the steady steps of
-   schedules stash and vertical. Nearly, in tests within 2 %, with shard 8 %: axis expert, where gradients of experts and
-   of other layers are exchanged at the same time. Left out: network.jitter; the two small messages by which
-   hpml_trainer_fit asks for each batch of async; rows of sparse tables. Layers with several parameters differ where a
-   bucket ends between two of them, or with a codec. On more ranks losses are taken to be added up in log2(ranks) rounds (within 1 %, small shards and pipelines
-   5 %), and equal replicas to have the blocks of the first one. Refused with HPML_ERR_UNSUPPORTED: hogwild on several
+   Exact on up to 64 ranks: strategy sync, any data x pipe x tensor x sequence, all schedules (of stash and vertical the
+   steady steps), shard 0 to 3, delayed, codecs (no time to pack); exact sums; factors of layers without bias; all other
+   strategies, over the steps that are counted (of gossip with random pairs one step). Nearly, in tests within 2 %, with
+   shard 8 %: axis expert, where gradients of experts and of other layers are exchanged at the same time. Left out:
+   network.jitter; the two small messages by which hpml_trainer_fit asks for each batch of async; rows of sparse tables.
+   Layers with several parameters differ where a bucket ends between two of them, and with a codec. On more ranks losses
+   are taken to be added up in log2(ranks) rounds (within 1 %, small shards and pipelines 5 %), and equal replicas to
+   have the blocks of the first one. Refused with HPML_ERR_UNSUPPORTED: hogwild on several
    nodes; exact sums and factors with servers, a codec or other axes than data; shard with schedules stash and vertical.
    */
 
@@ -18026,9 +18021,6 @@ HPMLC_FN hpml_status hpmlc_sim_check(const hpml_simulate_desc *d, const hpmlc_te
     if (hpml_element_size(d->element) == 0 || !HPMLC_GOOD(d->update_s) || !HPMLC_GOOD(d->codec_s_per_byte))
         return hpmlc_refuse(to, wrong, "simulate: element %d, update_s %g, codec_s_per_byte %g: out of range",
                             (int)d->element, d->update_s, d->codec_s_per_byte);
-    if (d->servers < 0 || d->servers >= d->ranks)
-        return hpmlc_refuse(to, wrong, "simulate: %d servers of %d ranks; at least one rank must be a worker",
-                            d->servers, d->ranks);
     for (int i = 0; i < d->layers; i++) {
         double  forward = d->forward_s ? d->forward_s[i] : 0, backward = d->backward_s[i];
         int64_t packed  = d->packed ? d->packed[i] : 0, n = d->elements[i];
@@ -18063,58 +18055,6 @@ HPMLC_FN bool hpmlc_sim_bucket(hpmlc_sim *s, const hpml_simulate_desc *d, double
     else good = hpmlc_sim_play(s, HPMLC_SIM_ALLREDUCE, d->algorithm, n, hpml_element_size(d->element));
     *comm += hpmlc_sim_latest(s) - start;
     return good;
-}
-
-/* Simulates that ranks [first, end), in the order of their clocks, send a header and `bytes` to each of ranks
-   [to, to_end), which wait for all of these messages. */
-HPMLC_FN void hpmlc_sim_deal(hpmlc_sim *s, int first, int end, int to, int to_end, size_t header, int64_t bytes)
-{
-    s->runs = 0;
-    for (int r = first; r < end; r++) hpmlc_sim_push(s, r);
-    for (int i = to; i < to_end; i++) s->work[i] = s->clock[i];
-    while (s->runs > 0) {
-        const int r = hpmlc_sim_pop(s);
-        for (int i = to; i < to_end; i++) {
-            hpmlc_sim_send(s, r, i, (int64_t)header);
-            s->work[i] = fmax(s->work[i], hpmlc_sim_send(s, r, i, bytes));
-        }
-    }
-    for (int i = to; i < to_end; i++) s->clock[i] = s->work[i];
-}
-
-/* Simulates steps with parameter servers; stores mean times and counts of the steps after warm-up in *out. */
-HPMLC_FN void hpmlc_sim_servers(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_simulation *out)
-{
-    enum { STEPS = 8 }; /* steps that are counted, after as many steps that are not */
-    const int workers = s->p - d->servers;
-    double    compute = 0, slowest = 1, begin = 0, end = 0;
-    int64_t   up = 0, down = 0;
-    for (int i = 0; i < d->layers; i++) {
-        compute += d->backward_s[i] + (d->forward_s ? d->forward_s[i] : 0);
-        up += d->packed ? d->packed[i] : 4 * d->elements[i];
-        down += 4 * d->elements[i];
-    }
-    for (int step = 0; step < 2 * STEPS; step++) {
-        if (step == STEPS) {
-            begin = end;
-            memset(s->bytes, 0, sizeof *s->bytes * 2 * (size_t)s->p); /* s->bytes and s->messages */
-            s->between = 0;
-        }
-        for (int r = 0; r < workers; r++) s->clock[r] += compute * (d->network.slow ? d->network.slow[r] : 1);
-        hpmlc_sim_deal(s, 0, workers, workers, s->p, sizeof(hpmlc_request), up / d->servers);
-        for (int r = workers; r < s->p; r++) s->clock[r] += d->update_s / d->servers;
-        hpmlc_sim_deal(s, workers, s->p, 0, workers, sizeof(hpmlc_answer), down / d->servers);
-        end = hpmlc_sim_latest(s);
-    }
-    for (int r = 0; r < s->p; r++) {
-        if (d->network.slow && r < workers) slowest = fmax(slowest, d->network.slow[r]);
-        out->bytes_per_rank = hpmlc_max(out->bytes_per_rank, s->bytes[r] / STEPS);
-        out->messages       = hpmlc_max(out->messages, s->messages[r] / STEPS);
-    }
-    out->step_s        = (end - begin) / (double)STEPS;
-    out->between_bytes = s->between / STEPS;
-    out->compute_s     = compute + d->update_s / d->servers;
-    out->straggle_s    = (slowest - 1) * compute;
 }
 
 /* Simulates one step of training, bucket by bucket, and stores its times and counts in *out. False: out of memory. */
@@ -18163,13 +18103,11 @@ HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulati
     hpml_status status = hpmlc_sim_check(desc, &to);
     if (status != HPML_OK) return status;
     bool good = hpmlc_sim_open(&s, desc->ranks, &desc->network, 1, 0);
-    if (good && desc->servers > 0) hpmlc_sim_servers(&s, desc, &result);
-    else good = good && hpmlc_sim_step(&s, desc, &result);
+    good = good && hpmlc_sim_step(&s, desc, &result);
     if (!good) status = hpmlc_refuse(&to, HPML_ERR_MEMORY, "simulate: no memory for %d ranks", desc->ranks);
     hpmlc_sim_close(&s);
     if (!good) return status;
     result.exposed_s = fmax(0, result.step_s - result.compute_s - result.straggle_s);
-    if (desc->servers > 0) result.comm_s = result.exposed_s;
     result.efficiency = result.step_s > 0 ? result.compute_s / result.step_s : 1;
     *out = result;
     return status;
@@ -19601,8 +19539,8 @@ HPMLC_FN void hpmlc_buckets_cut(hpmlc_maker *k)
     }
 }
 
-/* Makes the program of a rank with strategy sync: one step. With plan.delayed the exchange of the step before is awaited
-   before that of this step begins, and the first step has no gradients for an update. */
+/* Makes the program of a rank with strategy sync: one step. With plan.delayed it awaits the exchange of the step before,
+   then begins its own; the first step has no gradients for an update. */
 HPMLC_FN void hpmlc_sync_add(hpmlc_maker *k)
 {
     const bool  exchanges = hpmlc_exchanges(k), delayed = exchanges && k->p->delayed;
