@@ -1497,16 +1497,16 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
    differ: in tests by up to 8 %.) hpml_simulate remains for layers whose seconds were measured, without a plan: the
    same moves on the same cards, without the sum of the losses.
 
-   With servers a step is one of a long training: while a server answers one worker after another, the first workers push
-   again, because cards send and receive at once. So with K workers, M bytes of gradients and one server, whose card
-   limits the speed, a step takes (K + 1) M / bandwidth, K (K + 1) / (2 (K - 1)) times as long as a ring of K ranks (K =
-   8: 5.1), and not 2 K M / bandwidth (9.1 times), the time in which the card would pass all its bytes one after another.
-   Of p ranks, the best number of servers has the largest (p - servers) / .step_s. Where workers do not wait for all
-   others (backup, ssp with a staleness, async) a server takes what arrives first; .step_s is the number of workers / the
-   sum of the steps that each does in a second, counted when the start is over. With hogwild it is the same of ranks that
-   await nothing, each with the machine's whole bandwidth for the values that ranks share. With federated it is a round /
-   .period, the mean of 36 rounds where .share draws clients. Plans with servers take a time that grows with the square
-   of the workers: 1,024 some seconds.
+   With servers a step is one of a long training: while a server answers one worker after another, the first workers
+   push again, because cards send and receive at once. So with K workers, M bytes of gradients and one server, whose
+   card limits the speed, a step takes (K + 1) M / bandwidth, K (K + 1) / (2 (K - 1)) times as long as a ring of K ranks
+   (K = 8: 5.1), and not 2 K M / bandwidth (9.1 times), the time in which the card would pass all its bytes one after
+   another. Of p ranks, the best number of servers has the largest (p - servers) / .step_s. Where workers do not wait
+   for all others (backup, ssp with a staleness, async) a server takes what arrives first; .step_s is the number of
+   workers / the sum of the steps that each does in a second, counted when the start is over. With hogwild it is the
+   same of ranks that await nothing, each with the machine's whole bandwidth for the values that ranks share. With
+   federated it is a round / .period, the mean of 36 rounds where .share draws clients. Plans with servers take a time
+   that grows with the square of the workers: 1,024 some seconds.
 
    Exact on up to 64 ranks: strategy sync, any data x pipe x tensor x sequence, all schedules (of stash and vertical the
    steady steps), shard 0 to 3, delayed, codecs (no time to pack); exact sums; factors of layers without bias; all other
@@ -1515,9 +1515,8 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
    network.jitter; the two small messages by which hpml_trainer_fit asks for each batch of async; rows of sparse tables.
    Layers with several parameters differ where a bucket ends between two of them, and with a codec. On more ranks losses
    are taken to be added up in log2(ranks) rounds (within 1 %, small shards and pipelines 5 %), and equal replicas to
-   have the blocks of the first one. Refused with HPML_ERR_UNSUPPORTED: hogwild on several
-   nodes; exact sums and factors with servers, a codec or other axes than data; shard with schedules stash and vertical.
-   */
+   have the blocks of the first one. Refused with HPML_ERR_UNSUPPORTED: hogwild on several nodes; exact sums and factors
+   with servers, a codec or other axes than data; shard with schedules stash and vertical. */
 
 /* How the nodes of a machine are joined. The farther apart nodes are (hpml_fabric.hops), the more routers add to the
    latency of messages, and the more messages share a link, which lowers the bandwidth of each node. */
@@ -19539,8 +19538,8 @@ HPMLC_FN void hpmlc_buckets_cut(hpmlc_maker *k)
     }
 }
 
-/* Makes the program of a rank with strategy sync: one step. With plan.delayed it awaits the exchange of the step before,
-   then begins its own; the first step has no gradients for an update. */
+/* Makes the program of a rank with strategy sync: one step. With plan.delayed it awaits the exchange of the step
+   before, then begins its own; the first step has no gradients for an update. */
 HPMLC_FN void hpmlc_sync_add(hpmlc_maker *k)
 {
     const bool  exchanges = hpmlc_exchanges(k), delayed = exchanges && k->p->delayed;
