@@ -1429,12 +1429,6 @@ HPML_API hpml_tensor *hpml_einsum(const char *text, hpml_tensor *a, hpml_tensor 
        and the exchange of the bucket before it have ended: one stream of communication a rank, which overlaps the
        computation and is not slowed down by it
      - stragglers: network.slow multiplies a rank's computation
-   With servers the step is that of a long training: while a server answers one worker after another, the first workers
-   push again, because cards send and receive at once. So with K workers, M bytes of gradients and one server, whose
-   card limits the speed, a step takes (K + 1) M / bandwidth, K (K + 1) / (2 (K - 1)) times as long as a ring of K ranks
-   (K = 8: 5.1), and not 2 K M / bandwidth (9.1 times), the time in which the server's card would pass all its bytes one
-   after another. Of p ranks, the best number of servers has the largest (p - servers) / step_s. With servers the
-   simulation is exact where each rank has a node of its own.
    It does not model jitter, lost packets, a switch with too little bandwidth, bandwidth shared with the computation. */
 typedef struct hpml_simulate_desc {
     uint32_t       _begin;
@@ -1455,10 +1449,6 @@ typedef struct hpml_simulate_desc {
     size_t         bucket_bytes;     /* bytes of f32 gradient in a bucket; 0: 25 MiB, 1: each layer alone */
     bool           no_overlap;       /* true: exchange after the backward pass, not during it */
     bool           delayed;          /* true: exchange the gradients of the step before during this one */
-    int32_t        servers;          /* strategy ps: so many of the last ranks are servers, which share the update; the
-                                        others push gradients (as packed) behind the backward pass and get f32 values.
-                                        algorithm, element, codec_s_per_byte, bucket_bytes, no_overlap and delayed do
-                                        not count. 0: an allreduce */
     uint32_t       _end;
 } hpml_simulate_desc;
 
@@ -1507,23 +1497,26 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
    differ: in tests by up to 8 %.) hpml_simulate remains for layers whose seconds were measured, without a plan: the
    same moves on the same cards, without the sum of the losses.
 
-   Where workers do not wait for all others (backup, ssp with a staleness, async) a server takes what arrives first, and
-   a step is one of a steady state: .step_s is the number of workers / the sum of the steps that each does in a second,
-   counted when the start is over. With hogwild it is the same of ranks that await nothing, each with the machine's
-   whole bandwidth for the values that ranks share. With federated it is a round / .period, the mean of 36 rounds where
-   .share draws clients. Plans with servers take a time that grows with the square of the workers: 1,024 some seconds.
+   With servers a step is one of a long training: while a server answers one worker after another, the first workers
+   push again, because cards send and receive at once. So with K workers, M bytes of gradients and one server, whose
+   card limits the speed, a step takes (K + 1) M / bandwidth, K (K + 1) / (2 (K - 1)) times as long as a ring of K ranks
+   (K = 8: 5.1), and not 2 K M / bandwidth (9.1 times), the time in which the card would pass all its bytes one after
+   another. Of p ranks, the best number of servers has the largest (p - servers) / .step_s. Where workers do not wait
+   for all others (backup, ssp with a staleness, async) a server takes what arrives first; .step_s is the number of
+   workers / the sum of the steps that each does in a second, counted when the start is over. With hogwild it is the
+   same of ranks that await nothing, each with the machine's whole bandwidth for the values that ranks share. With
+   federated it is a round / .period, the mean of 36 rounds where .share draws clients. Plans with servers take a time
+   that grows with the square of the workers: 1,024 some seconds.
 
-   Exact on up to 64 ranks: strategy sync without codec and delayed, any data x pipe x tensor, all schedules that empty
-   the pipeline, shard 0 to 3; exact sums; factors of layers without bias; strategies ps, federated, local, block,
-   elastic, gossip (but for random pairs); the steady steps of schedules stash and vertical, of ssp (workers equally
-   fast, or 1/16 apart and more) and, with workers that are equally fast, of async and backup. Nearly, in tests within 1
-   %: async and backup with others (network.slow); within 3 %: delayed; codecs (no time to pack). Not compared with
-   trainings: axes sequence and expert. Left out: network.jitter; the two small messages by which hpml_trainer_fit asks
-   for each batch of async; rows of sparse tables. Layers with several parameters differ where a bucket ends between two
-   of them. On more ranks losses are taken to be added up in log2(ranks) rounds (within 1 %, small shards and pipelines
-   5 %), and equal replicas to have the blocks of the first one. Refused with HPML_ERR_UNSUPPORTED: hogwild on several
-   nodes; exact sums and factors with servers, a codec or other axes than data; shard with schedules stash and vertical.
-   */
+   Exact on up to 64 ranks: strategy sync, any data x pipe x tensor x sequence, all schedules (of stash and vertical the
+   steady steps), shard 0 to 3, delayed, codecs (no time to pack); exact sums; factors of layers without bias; all other
+   strategies, over the steps that are counted (of gossip with random pairs one step). Nearly, in tests within 2 %, with
+   shard 8 %: axis expert, where gradients of experts and of other layers are exchanged at the same time. Left out:
+   network.jitter; the two small messages by which hpml_trainer_fit asks for each batch of async; rows of sparse tables.
+   Layers with several parameters differ where a bucket ends between two of them, and with a codec. On more ranks losses
+   are taken to be added up in log2(ranks) rounds (within 1 %, small shards and pipelines 5 %), and equal replicas to
+   have the blocks of the first one. Refused with HPML_ERR_UNSUPPORTED: hogwild on several nodes; exact sums and factors
+   with servers, a codec or other axes than data; shard with schedules stash and vertical. */
 
 /* How the nodes of a machine are joined. The farther apart nodes are (hpml_fabric.hops), the more routers add to the
    latency of messages, and the more messages share a link, which lowers the bandwidth of each node. */
@@ -1587,8 +1580,8 @@ typedef struct hpml_layer_facts {
     int64_t kept;                  /* bytes of activations that the forward pass keeps for the backward pass */
     int64_t forward_sum;           /* floats that the ranks of axis tensor add up after the forward pass */
     int64_t backward_sum;          /* floats that the ranks of axis tensor add up after the backward pass */
-    int64_t pass;                  /* floats that each rank of axis sequence passes on to each other one, forward, and
-                                      twice backward (ring attention) */
+    int64_t pass;                  /* floats of a sample that axis sequence passes around: its s ranks send a part of
+                                      1 / s s - 1 times forward, 2 s - 1 times backward (ring attention) */
     int64_t swap;                  /* floats that ranks of axis expert exchange before and after the experts, in each
                                       pass */
     bool    split;                 /* true: axis tensor divides computing, parameters and kept bytes of the layer */
@@ -8500,14 +8493,19 @@ HPMLC_FN const hpmlc_whole *hpmlc_whole_codec(const hpml_codec_desc *codec)
     return NULL;
 }
 
+HPMLC_FN bool hpmlc_whole_is_plain(const hpml_exchange *x, const hpmlc_item *it) /* true: x leaves it unpacked */
+{
+    const int64_t least = x->d.codec.min_elements > 0 ? x->d.codec.min_elements : HPML_CODEC_MIN_ELEMENTS;
+    const bool    small = it->g.rows == 1 || it->g.cols == 1 || it->g.rows * it->g.cols < least;
+    return (small && !x->d.codec.compress_all) || (x->whole->saves && !x->whole->saves(x, it));
+}
+
 /* Sets it->plain to whether the codec, top-k or low rank, leaves the tensor unpacked; allocates the arrays of a tensor
    that is packed. False: no memory. */
 HPMLC_FN bool hpmlc_whole_create(hpml_exchange *x, hpmlc_item *it)
 {
-    int64_t n = it->g.rows * it->g.cols, least = x->d.codec.min_elements;
-    if (least <= 0) least = HPML_CODEC_MIN_ELEMENTS;
-    bool small = it->g.rows == 1 || it->g.cols == 1 || n < least;
-    it->plain = (small && !x->d.codec.compress_all) || (x->whole->saves && !x->whole->saves(x, it));
+    const int64_t n = it->g.rows * it->g.cols;
+    it->plain = hpmlc_whole_is_plain(x, it);
     if (it->plain) return true;
     it->residual = (float *)hpmlc_exchange_alloc(x, (size_t)(n + x->whole->arrays(x, it, NULL)) * sizeof(float));
     if (it->residual) x->whole->arrays(x, it, it->residual + n);
@@ -12367,8 +12365,20 @@ HPMLC_FN size_t hpmlc_piece_size(const hpml_distributed *d, const hpmlc_piece *p
     return sizeof(float) * (size_t)(hpmlc_factor_rows(d, p) * (p->packing.rows + p->packing.cols));
 }
 
-/* Cuts the range of server s into pieces: whole rows of one parameter, and parts of rows at the range's ends. False:
-   the plan's codec cannot pack a piece. */
+/* Cuts a piece off floats [*from, *from + *left) of a parameter with rows of `cols` floats: whole rows or, at the ends
+   of the range, a part of a row. Sets how the codec packs it; false: the codec cannot. */
+HPMLC_FN bool hpmlc_piece_cut(hpml_packing *pack, const hpml_codec_desc *codec, int64_t cols, int64_t *from,
+                              int64_t *left)
+{
+    const bool    whole = *from % cols == 0 && *left >= cols;
+    const int64_t rows  = whole ? *left / cols : 1;
+    const int64_t width = whole ? cols : hpmlc_min(*left, cols - *from % cols);
+    *from += rows * width;
+    *left -= rows * width;
+    return hpml_packing_init(pack, codec, rows, width) == HPML_OK;
+}
+
+/* Cuts the range of server s into pieces. False: the plan's codec cannot pack a piece. */
 HPMLC_FN bool hpmlc_range_cut(hpml_distributed *d, int s)
 {
     hpmlc_servers *own   = hpmlc_servers_of(d);
@@ -12381,18 +12391,13 @@ HPMLC_FN bool hpmlc_range_cut(hpml_distributed *d, int s)
         const int64_t      cols  = p->ndim > 1 ? count / p->shape[0] : count;
         int64_t            from = hpmlc_max(at - first, 0), left = hpmlc_min(end - first, count) - from;
         while (left > 0) {
-            const bool    whole = from % cols == 0 && left >= cols;
-            const int64_t rows  = whole ? left / cols : 1;
-            const int64_t width = whole ? cols : hpmlc_min(left, cols - from % cols);
-            hpmlc_piece  *piece = &own->piece[own->pieces++];
-            if (hpml_packing_init(&piece->packing, &d->plan.codec, rows, width) != HPML_OK) return false;
-            piece->layer     = d->factors ? d->factors->of[i] : NULL;
-            piece->param     = i;
-            piece->from      = from;
-            piece->at        = first + from;
-            piece[1].offset  = piece->offset + hpmlc_piece_size(d, piece);
-            from += rows * width;
-            left -= rows * width;
+            hpmlc_piece *piece = &own->piece[own->pieces++];
+            piece->layer = d->factors ? d->factors->of[i] : NULL;
+            piece->param = i;
+            piece->from  = from;
+            piece->at    = first + from;
+            if (!hpmlc_piece_cut(&piece->packing, &d->plan.codec, cols, &from, &left)) return false;
+            piece[1].offset = piece->offset + hpmlc_piece_size(d, piece);
         }
         first += count;
     }
@@ -18015,9 +18020,6 @@ HPMLC_FN hpml_status hpmlc_sim_check(const hpml_simulate_desc *d, const hpmlc_te
     if (hpml_element_size(d->element) == 0 || !HPMLC_GOOD(d->update_s) || !HPMLC_GOOD(d->codec_s_per_byte))
         return hpmlc_refuse(to, wrong, "simulate: element %d, update_s %g, codec_s_per_byte %g: out of range",
                             (int)d->element, d->update_s, d->codec_s_per_byte);
-    if (d->servers < 0 || d->servers >= d->ranks)
-        return hpmlc_refuse(to, wrong, "simulate: %d servers of %d ranks; at least one rank must be a worker",
-                            d->servers, d->ranks);
     for (int i = 0; i < d->layers; i++) {
         double  forward = d->forward_s ? d->forward_s[i] : 0, backward = d->backward_s[i];
         int64_t packed  = d->packed ? d->packed[i] : 0, n = d->elements[i];
@@ -18052,58 +18054,6 @@ HPMLC_FN bool hpmlc_sim_bucket(hpmlc_sim *s, const hpml_simulate_desc *d, double
     else good = hpmlc_sim_play(s, HPMLC_SIM_ALLREDUCE, d->algorithm, n, hpml_element_size(d->element));
     *comm += hpmlc_sim_latest(s) - start;
     return good;
-}
-
-/* Simulates that ranks [first, end), in the order of their clocks, send a header and `bytes` to each of ranks
-   [to, to_end), which wait for all of these messages. */
-HPMLC_FN void hpmlc_sim_deal(hpmlc_sim *s, int first, int end, int to, int to_end, size_t header, int64_t bytes)
-{
-    s->runs = 0;
-    for (int r = first; r < end; r++) hpmlc_sim_push(s, r);
-    for (int i = to; i < to_end; i++) s->work[i] = s->clock[i];
-    while (s->runs > 0) {
-        const int r = hpmlc_sim_pop(s);
-        for (int i = to; i < to_end; i++) {
-            hpmlc_sim_send(s, r, i, (int64_t)header);
-            s->work[i] = fmax(s->work[i], hpmlc_sim_send(s, r, i, bytes));
-        }
-    }
-    for (int i = to; i < to_end; i++) s->clock[i] = s->work[i];
-}
-
-/* Simulates steps with parameter servers; stores mean times and counts of the steps after warm-up in *out. */
-HPMLC_FN void hpmlc_sim_servers(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_simulation *out)
-{
-    enum { STEPS = 8 }; /* steps that are counted, after as many steps that are not */
-    const int workers = s->p - d->servers;
-    double    compute = 0, slowest = 1, begin = 0, end = 0;
-    int64_t   up = 0, down = 0;
-    for (int i = 0; i < d->layers; i++) {
-        compute += d->backward_s[i] + (d->forward_s ? d->forward_s[i] : 0);
-        up += d->packed ? d->packed[i] : 4 * d->elements[i];
-        down += 4 * d->elements[i];
-    }
-    for (int step = 0; step < 2 * STEPS; step++) {
-        if (step == STEPS) {
-            begin = end;
-            memset(s->bytes, 0, sizeof *s->bytes * 2 * (size_t)s->p); /* s->bytes and s->messages */
-            s->between = 0;
-        }
-        for (int r = 0; r < workers; r++) s->clock[r] += compute * (d->network.slow ? d->network.slow[r] : 1);
-        hpmlc_sim_deal(s, 0, workers, workers, s->p, sizeof(hpmlc_request), up / d->servers);
-        for (int r = workers; r < s->p; r++) s->clock[r] += d->update_s / d->servers;
-        hpmlc_sim_deal(s, workers, s->p, 0, workers, sizeof(hpmlc_answer), down / d->servers);
-        end = hpmlc_sim_latest(s);
-    }
-    for (int r = 0; r < s->p; r++) {
-        if (d->network.slow && r < workers) slowest = fmax(slowest, d->network.slow[r]);
-        out->bytes_per_rank = hpmlc_max(out->bytes_per_rank, s->bytes[r] / STEPS);
-        out->messages       = hpmlc_max(out->messages, s->messages[r] / STEPS);
-    }
-    out->step_s        = (end - begin) / (double)STEPS;
-    out->between_bytes = s->between / STEPS;
-    out->compute_s     = compute + d->update_s / d->servers;
-    out->straggle_s    = (slowest - 1) * compute;
 }
 
 /* Simulates one step of training, bucket by bucket, and stores its times and counts in *out. False: out of memory. */
@@ -18152,13 +18102,11 @@ HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulati
     hpml_status status = hpmlc_sim_check(desc, &to);
     if (status != HPML_OK) return status;
     bool good = hpmlc_sim_open(&s, desc->ranks, &desc->network, 1, 0);
-    if (good && desc->servers > 0) hpmlc_sim_servers(&s, desc, &result);
-    else good = good && hpmlc_sim_step(&s, desc, &result);
+    good = good && hpmlc_sim_step(&s, desc, &result);
     if (!good) status = hpmlc_refuse(&to, HPML_ERR_MEMORY, "simulate: no memory for %d ranks", desc->ranks);
     hpmlc_sim_close(&s);
     if (!good) return status;
     result.exposed_s = fmax(0, result.step_s - result.compute_s - result.straggle_s);
-    if (desc->servers > 0) result.comm_s = result.exposed_s;
     result.efficiency = result.step_s > 0 ? result.compute_s / result.step_s : 1;
     *out = result;
     return status;
@@ -18465,38 +18413,43 @@ typedef enum hpmlc_act_kind { /* words after a point are fields of hpmlc_act */
 
 typedef enum hpmlc_collective { /* words after a point are fields of hpmlc_act */
     HPMLC_ALLREDUCE, HPMLC_REDUCE_SCATTER, HPMLC_ALLGATHER, HPMLC_BROADCAST, /* .n elements of .size bytes */
-    HPMLC_STRIPES,     /* all to all: each rank sends another block, .n bytes with its header, to each other rank */
-    HPMLC_SUMS,        /* each rank sends the same block, .n bytes with its header, to all other ranks */
+    HPMLC_STRIPES,     /* all to all: each rank sends another block, .n bytes or block .blocks, to each other rank */
+    HPMLC_SUMS,        /* each rank sends its own block, .n bytes or block .blocks, to all other ranks */
     HPMLC_MIX,         /* hpml_mix: each rank sends .n bytes to its neighbours in the hpml_topology .peer */
-    HPMLC_PASSES,      /* in each of p - 1 rounds each of p ranks sends .n bytes to the next one */
+    HPMLC_PASSES,      /* in each of .peer rounds each rank sends .n bytes to the next one */
     HPMLC_SHIFTS       /* a sum of few numbers: in round r each rank sends .n bytes to the rank 2^r on */
 } hpmlc_collective;
 
-/* A group of a play: the ranks along one axis (then its number is that hpml_axis), the ranks that average gradients, or
-   all ranks. */
-enum { HPMLC_GROUP_REPLICAS = HPML_AXES, HPMLC_GROUP_ALL, HPMLC_GROUPS };
+/* A group of a play: the ranks along one axis (then its number is that hpml_axis), the ranks that average gradients,
+   those that average gradients of experts, or all ranks. */
+enum { HPMLC_GROUP_REPLICAS = HPML_AXES, HPMLC_GROUP_EXPERTS, HPMLC_GROUP_ALL, HPMLC_GROUPS };
 
 typedef struct hpmlc_act {
     hpmlc_act_kind   kind;
-    int32_t          group;   /* the ranks that communicate: an hpml_axis, or HPMLC_GROUP_REPLICAS or _ALL */
-    int32_t          peer;    /* SEND, RECEIVE: the other rank's position in .group; BROADCAST: the root's; WAIT: number
-                                 of the job */
+    int32_t          group;   /* the ranks that communicate: an hpml_axis, or a word HPMLC_GROUP_... */
+    int32_t          peer;    /* SEND, RECEIVE: the other rank's position in .group; BROADCAST: the root's; PASSES:
+                                 number of rounds; WAIT: number of the job */
     int32_t          tag;
     hpmlc_collective collective;
     hpml_algorithm   algorithm;
     size_t           size;
     int64_t          n;
+    int32_t          blocks;  /* STRIPES, SUMS: 1 + index in hpmlc_acts.block of the bytes of position 0's block, which
+                                 those of the other positions follow; 0: each block has .n bytes */
     double           seconds;
     int32_t          first;   /* the first step in which the act takes place */
-    int32_t          drawn, ahead; /* .drawn above 0: clients drawn for a round (federated). The act takes place only if
-                                 its client is among those drawn for the current round + .ahead. Its client: the rank
-                                 itself or, in a server's program, worker .peer */
+    int32_t          ahead;   /* WAIT: the job of so many steps ahead: 0, or -1, the step before */
+    int32_t          drawn;   /* above 0: clients drawn for a round (federated). The act takes place only if its client
+                                 is among those drawn for the current round + .ahead. Its client: the rank itself or, in
+                                 a server's program, worker .peer */
     hpml_term        term;    /* the part of a step's time to which computing and waiting in this act are added */
 } hpmlc_act;
 
 typedef struct hpmlc_acts {
     hpmlc_act *item;
     int        count, capacity, jobs; /* jobs: number of acts END */
+    int64_t   *block;                 /* (blocks) bytes of the blocks of exchanges, see hpmlc_act.blocks */
+    int        blocks;
     bool       failed;                /* out of memory */
 } hpmlc_acts;
 
@@ -18730,15 +18683,17 @@ HPMLC_FN bool hpmlc_collect_move(hpmlc_play *y, int a, const hpmlc_act *act)
     }
     int shift = q->round + 1;
     if (act->collective == HPMLC_SHIFTS) shift = q->round < 30 ? 1 << q->round : p;
+    if (act->collective == HPMLC_PASSES) shift = q->round < act->peer ? 1 : p;
     if (shift >= p) return false;
-    if (act->collective == HPMLC_PASSES) shift = 1;
     int to = (me + shift) % p, from = (me + p - shift) % p;
     if (act->collective == HPMLC_MIX) {
         const hpml_topology t = (hpml_topology)act->peer;
         if (!hpmlc_neighbours(t, p, y->actor[a].partner, me, to)) to = -1;
         if (!hpmlc_neighbours(t, p, y->actor[a].partner, me, from)) from = -1;
     }
-    hpmlc_play_set(y, a, act->group, to, from, act->n, 0);
+    const int owner = act->collective == HPMLC_SUMS ? me : to;
+    hpmlc_play_set(y, a, act->group, to, from,
+                   act->blocks > 0 ? y->actor[a].acts->block[act->blocks - 1 + owner] : act->n, 0);
     return true;
 }
 
@@ -18996,7 +18951,7 @@ HPMLC_FN void hpmlc_actor_waited(hpmlc_play *y, int a, const hpmlc_act *act, dou
 HPMLC_FN bool hpmlc_job_over(hpmlc_play *y, int a, const hpmlc_act *act)
 {
     hpmlc_actor      *actor = &y->actor[a], *other = &y->actor[a - 1];
-    const int64_t     job = (int64_t)actor->step * other->acts->jobs + act->peer;
+    const int64_t     job = (int64_t)(actor->step + act->ahead) * other->acts->jobs + act->peer;
     const hpml_comm  *c = actor->layout[act->group] ? &actor->layout[act->group]->c : NULL;
     actor->idle = other->jobs <= job;
     if (actor->idle) return false;
@@ -19239,59 +19194,89 @@ HPMLC_FN void hpmlc_await_add(const hpmlc_maker *k, int job)
     if (act) act->peer = job;
 }
 
+/* Returns the group of the ranks that average the gradient of layer i, or those of bucket b. */
+HPMLC_FN int hpmlc_layer_group(const hpmlc_maker *k, int i)
+{
+    const bool apart = k->f->layer[i].experts && k->y->size[HPML_AXIS_EXPERT] > 1;
+    return apart ? HPMLC_GROUP_EXPERTS : HPMLC_GROUP_REPLICAS;
+}
+
+HPMLC_FN int hpmlc_bucket_group(const hpmlc_maker *k, int b)
+{
+    int i = 0;
+    while (k->bucket[i] != b) i++;
+    return hpmlc_layer_group(k, i);
+}
+
 HPMLC_FN bool hpmlc_exchanges(const hpmlc_maker *k) /* true: in each step several ranks average gradients */
 {
     return k->p->strategy == HPML_STRATEGY_SYNC && !k->p->exact && hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS) > 1;
 }
 
-/* If the codec packs whole tensors, adds to the background's list the exchange of layer i's gradient; if it packs rows,
-   adds their packed bytes to *packed. Returns the floats to exchange unpacked: all of the layer, or 0. */
-HPMLC_FN int64_t hpmlc_packed_add(const hpmlc_maker *k, int i, int64_t *packed)
+/* Adds p blocks without packed rows to the list of acts. Returns the bytes of each block; NULL: out of memory. */
+HPMLC_FN int64_t *hpmlc_blocks_add(hpmlc_acts *acts, int64_t p)
 {
-    const hpml_layer_facts *l = &k->f->layer[i];
-    const hpml_codec_desc  *c = &k->p->codec;
-    hpmlc_acts             *acts = &k->role->background;
-    const int64_t           n = hpmlc_layer_floats(k, i), rows = hpmlc_max(l->rows, 1);
-    const int64_t           p = hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS);
-    const int               group = HPMLC_GROUP_REPLICAS;
-    const bool              small = rows < 2 || n < (c->min_elements > 0 ? c->min_elements : 256);
-    hpml_packing            pack;
-    if (!hpmlc_plan_packs(k->p) || (hpmlc_whole_codec(c) && small && !c->compress_all)) return n;
-    if (c->kind == HPML_CODEC_TOPK && !c->custom) {
-        const int64_t kept = (int64_t)ceil((double)n * (c->ratio > 0 ? (double)c->ratio : 0.01));
-        hpmlc_collect_add(acts, group, HPMLC_ALLGATHER, 2 * p * kept, sizeof(float), HPML_TERM_DATA);
-        return 0;
-    }
-    if (hpmlc_whole_codec(c)) {
-        const int64_t r = c->lowrank > 0 ? c->lowrank : 2;
+    int64_t *all = (int64_t *)realloc(acts->block, sizeof *all * (size_t)(acts->blocks + p));
+    if (!all) acts->failed = true;
+    if (!all) return NULL;
+    acts->block = all;
+    for (int64_t r = 0; r < p; r++) all[acts->blocks + r] = HPMLC_HEADER;
+    acts->blocks += (int)p;
+    return all + acts->blocks - p;
+}
+
+/* If the codec packs the gradient of layer i whole, adds its exchange to the background's list; if it packs rows, adds
+   their bytes to `block`, of each rank's block. Returns false if the gradient is exchanged unpacked. */
+HPMLC_FN bool hpmlc_packed_add(const hpmlc_maker *k, int i, int64_t *block)
+{
+    const int64_t rows = hpmlc_max(k->f->layer[i].rows, 1), cols = hpmlc_max(hpmlc_layer_part(k, i) / rows, 1);
+    const int     group = hpmlc_layer_group(k, i), p = hpmlc_group_size(k->y, group);
+    hpmlc_acts   *acts = &k->role->background;
+    HPMLC_ZERO(hpml_exchange, x);
+    HPMLC_ZERO(hpmlc_item, it);
+    x.d.codec = k->p->codec;
+    x.whole   = hpmlc_whole_codec(&x.d.codec);
+    it.g.rows = rows;
+    it.g.cols = cols;
+    if (!hpmlc_plan_packs(k->p)) return false;
+    if (x.whole ? hpmlc_whole_is_plain(&x, &it) :
+        hpml_packing_init(&it.packing, &x.d.codec, rows, cols) != HPML_OK || it.packing.codec->linear)
+        return false;
+    for (int r = 0; r < p && !x.whole; r++) block[r] += (int64_t)hpmlc_stripe_size(&it, p, r);
+    if (x.whole && x.whole->kind == HPML_CODEC_TOPK)
+        hpmlc_collect_add(acts, group, HPMLC_ALLGATHER, 8 * hpmlc_topk_count(&x, &it) * p, 1, HPML_TERM_DATA);
+    else if (x.whole) {
+        const int64_t r = hpmlc_lowrank_of(&x, &it);
         hpmlc_allreduce_add(k, acts, group, r * rows, sizeof(float), HPML_TERM_DATA);
-        hpmlc_allreduce_add(k, acts, group, r * (n / rows), sizeof(float), HPML_TERM_DATA);
-        return 0;
+        hpmlc_allreduce_add(k, acts, group, r * cols, sizeof(float), HPML_TERM_DATA);
     }
-    if (hpml_packing_init(&pack, c, rows, hpmlc_max(n / rows, 1)) != HPML_OK) return n;
-    if (pack.codec == hpml_codec_get(HPML_CODEC_NONE)) return n;
-    *packed += (int64_t)pack.size;
-    return 0;
+    return true;
 }
 
 /* Adds the job that exchanges the gradients of bucket b: with plan.shard their reduce-scatter, else their allreduce or,
    with a codec, the exchange of packed gradients. */
 HPMLC_FN void hpmlc_bucket_add(hpmlc_maker *k, int b)
 {
-    const int64_t p = hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS);
-    hpmlc_acts   *acts = &k->role->background;
-    int64_t       plain = 0, packed = 0;
+    const int   group = hpmlc_bucket_group(k, b), p = hpmlc_group_size(k->y, group);
+    const bool  whole = hpmlc_whole_codec(&k->p->codec) != NULL, rows = hpmlc_plan_packs(k->p) && !whole;
+    hpmlc_acts *acts = &k->role->background;
+    const int   first = acts->blocks;
+    int64_t    *block = rows ? hpmlc_blocks_add(acts, p) : NULL, plain = 0;
+    bool        packed = false;
+    if (acts->failed) return;
     if (k->p->shard > 0)
-        hpmlc_collect_add(acts, HPMLC_GROUP_REPLICAS, HPMLC_REDUCE_SCATTER, k->floats[b], sizeof(float),
-                          HPML_TERM_DATA);
-    for (int i = k->f->layers - 1; i >= 0 && k->p->shard == 0; i--)
-        if (k->bucket[i] == b) plain += hpmlc_packed_add(k, i, &packed);
-    if (packed > 0) {
-        const int64_t block = (packed + p - 1) / p + (int64_t)sizeof(int64_t);
-        hpmlc_collect_add(acts, HPMLC_GROUP_REPLICAS, HPMLC_STRIPES, block, 1, HPML_TERM_DATA);
-        hpmlc_collect_add(acts, HPMLC_GROUP_REPLICAS, HPMLC_SUMS, block, 1, HPML_TERM_DATA);
+        hpmlc_collect_add(acts, group, HPMLC_REDUCE_SCATTER, k->floats[b], sizeof(float), HPML_TERM_DATA);
+    for (int i = k->f->layers - 1; i >= 0 && k->p->shard == 0; i--) {
+        if (k->bucket[i] != b) continue;
+        if (hpmlc_packed_add(k, i, block)) packed = true;
+        else plain += hpmlc_layer_floats(k, i);
     }
-    if (plain > 0) hpmlc_allreduce_add(k, acts, HPMLC_GROUP_REPLICAS, plain, sizeof(float), HPML_TERM_DATA);
+    for (int turn = 0; turn < 2 && packed && rows; turn++) {
+        hpmlc_act *act = hpmlc_collect_add(acts, group, turn ? HPMLC_SUMS : HPMLC_STRIPES, 0, 1, HPML_TERM_DATA);
+        if (act) act->blocks = first + 1;
+    }
+    if (packed && whole) hpmlc_allreduce_add(k, acts, group, 1, sizeof(int64_t), HPML_TERM_DATA);
+    if (plain > 0) hpmlc_allreduce_add(k, acts, group, plain, sizeof(float), HPML_TERM_DATA);
     k->job[b] = hpmlc_job_add(k);
 }
 
@@ -19325,14 +19310,13 @@ HPMLC_FN double hpmlc_update_seconds(const hpmlc_maker *k, double floats)
    only their blocks, the jobs that gather the new values. Returns the number of the last of these jobs; -1: none. */
 HPMLC_FN int hpmlc_shard_steps_add(hpmlc_maker *k, int to)
 {
-    const double p = hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS);
-    int          job = -1;
+    int job = -1;
     for (; k->stepped < to; k->stepped++) {
+        const int     group = hpmlc_bucket_group(k, k->stepped);
         const int64_t n = k->floats[k->stepped];
-        hpmlc_compute_add(k, hpmlc_update_seconds(k, (double)n / p), HPML_TERM_UPDATE);
+        hpmlc_compute_add(k, hpmlc_update_seconds(k, (double)n / hpmlc_group_size(k->y, group)), HPML_TERM_UPDATE);
         if (k->p->shard == 3) continue;
-        hpmlc_collect_add(&k->role->background, HPMLC_GROUP_REPLICAS, HPMLC_ALLGATHER, n, sizeof(float),
-                          HPML_TERM_DATA);
+        hpmlc_collect_add(&k->role->background, group, HPMLC_ALLGATHER, n, sizeof(float), HPML_TERM_DATA);
         job = hpmlc_job_add(k);
     }
     return job;
@@ -19387,7 +19371,7 @@ HPMLC_FN void hpmlc_gradient_add(hpmlc_maker *k, int i)
     if (hpmlc_sends_factors(k, i) && !k->p->no_overlap) hpmlc_factors_gather_add(k, i);
     if (k->bucket[i] < 0) return;
     k->left[k->bucket[i]]--;
-    if (k->p->no_overlap && k->p->shard < 2) return;
+    if (k->p->delayed || (k->p->no_overlap && k->p->shard < 2)) return;
     if (hpmlc_steps_early(k) && k->stats < 0) hpmlc_stats_add(k);
     hpmlc_posts_add(k);
     while (hpmlc_steps_early(k) && k->stepped + 1 < k->posted) {
@@ -19408,7 +19392,7 @@ HPMLC_FN int hpmlc_fetch_add(hpmlc_maker *k, int b, int keep)
     if (keep >= 0 && k->slot[slot] == keep) slot = !slot;
     k->slot[slot] = b;
     k->used[slot] = k->clock;
-    hpmlc_collect_add(&k->role->background, HPMLC_GROUP_REPLICAS, HPMLC_ALLGATHER, k->floats[b], sizeof(float),
+    hpmlc_collect_add(&k->role->background, hpmlc_bucket_group(k, b), HPMLC_ALLGATHER, k->floats[b], sizeof(float),
                       HPML_TERM_DATA);
     k->slot_job[slot] = hpmlc_job_add(k);
     return slot;
@@ -19438,9 +19422,11 @@ HPMLC_FN void hpmlc_layer_exchange_add(const hpmlc_maker *k, const hpml_layer_fa
 {
     const int     s = k->y->size[HPML_AXIS_SEQUENCE], e = k->y->size[HPML_AXIS_EXPERT];
     const int64_t bytes = (int64_t)sizeof(float) * samples;
+    hpmlc_act    *act = NULL;
     if (l->pass > 0 && s > 1)
-        hpmlc_collect_add(&k->role->own, HPML_AXIS_SEQUENCE, HPMLC_PASSES, (back ? 2 : 1) * l->pass * bytes / s, 1,
-                          HPML_TERM_SEQUENCE);
+        act = hpmlc_collect_add(&k->role->own, HPML_AXIS_SEQUENCE, HPMLC_PASSES, l->pass * bytes / s, 1,
+                                HPML_TERM_SEQUENCE);
+    if (act) act->peer = back ? 2 * s - 1 : s - 1; /* the gradients come back to their rank: one round more */
     for (int i = 0; i < 2 && l->swap > 0 && e > 1; i++)
         hpmlc_collect_add(&k->role->own, HPML_AXIS_EXPERT, HPMLC_STRIPES, l->swap * bytes / s / e, 1, HPML_TERM_EXPERT);
 }
@@ -19524,6 +19510,7 @@ HPMLC_FN void hpmlc_buckets_cut(hpmlc_maker *k)
 {
     const int64_t limit = k->p->bucket_bytes > 0 ? k->p->bucket_bytes : (int64_t)1 << 18;
     int64_t       filled = 0;
+    int           group = -1;
     k->buckets = 0;
     k->posted  = 0;
     k->stepped = 0;
@@ -19537,12 +19524,13 @@ HPMLC_FN void hpmlc_buckets_cut(hpmlc_maker *k)
         while (k->cut[piece + 1] <= i) piece++;
         k->bucket[i] = -1;
         if (piece % hpmlc_max(k->p->pipe, 1) != k->stage || l->cols == 0 || hpmlc_sends_factors(k, i)) continue;
-        if (k->buckets == 0 || filled >= limit) {
+        if (k->buckets == 0 || filled >= limit || hpmlc_layer_group(k, i) != group) {
             k->left[k->buckets]   = 0;
             k->floats[k->buckets] = 0;
             k->buckets++;
             filled = 0;
         }
+        group        = hpmlc_layer_group(k, i);
         k->bucket[i] = k->buckets - 1;
         k->left[k->buckets - 1]++;
         k->floats[k->buckets - 1] += n;
@@ -19550,24 +19538,32 @@ HPMLC_FN void hpmlc_buckets_cut(hpmlc_maker *k)
     }
 }
 
-/* Makes the program of a rank with strategy sync: one step. */
+/* Makes the program of a rank with strategy sync: one step. With plan.delayed it awaits the exchange of the step
+   before, then begins its own; the first step has no gradients for an update. */
 HPMLC_FN void hpmlc_sync_add(hpmlc_maker *k)
 {
-    const bool exchanges = hpmlc_exchanges(k);
-    int        last = -1;
+    const bool  exchanges = hpmlc_exchanges(k), delayed = exchanges && k->p->delayed;
+    hpmlc_acts *own = &k->role->own;
+    int         last = -1;
     hpmlc_buckets_cut(k);
-    for (int b = 0; b < k->buckets && k->p->delayed && exchanges; b++) hpmlc_bucket_add(k, k->posted++);
     hpmlc_pass_add(k);
     for (int i = k->f->layers - 1; i >= 0 && k->p->no_overlap; i--)
         if (hpmlc_sends_factors(k, i)) hpmlc_factors_gather_add(k, i);
+    const int before = own->count;
+    if (delayed) hpmlc_await_add(k, k->buckets); /* the last job, the sum of losses */
     if (exchanges) hpmlc_posts_add(k);
     if (exchanges && k->stats < 0) hpmlc_stats_add(k);
     hpmlc_factors_multiply_add(k);
-    if (exchanges) hpmlc_await_add(k, k->role->background.jobs - 1);
+    if (exchanges && !delayed) hpmlc_await_add(k, k->role->background.jobs - 1);
     if (k->p->shard > 0 && exchanges) last = hpmlc_shard_steps_add(k, k->buckets);
     else hpmlc_compute_add(k, hpmlc_update_seconds(k, hpmlc_stage_floats(k)), HPML_TERM_UPDATE);
     hpmlc_await_add(k, last);
-    hpmlc_act_add(&k->role->own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
+    for (int i = before; i < own->count && delayed; i++) {
+        hpmlc_act *act = &own->item[i];
+        if (act->kind == HPMLC_ACT_WAIT) act->ahead = -1;
+        if (act->kind != HPMLC_ACT_POST) act->first = 1;
+    }
+    hpmlc_act_add(own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
 }
 
 /* Makes the program of a stage of schedules STASH and VERTICAL: a step is the forward pass of one micro-batch, then the
@@ -19630,28 +19626,22 @@ HPMLC_FN void hpmlc_own_add(hpmlc_maker *k)
     hpmlc_act_add(own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
 }
 
-HPMLC_FN int64_t hpmlc_server_floats(const hpmlc_maker *k, int s) /* floats of the range that server s keeps */
+/* Returns the floats of the range that server s keeps; sets *bytes to those of a worker's push: its gradient of the
+   range, packed if the plan has a codec. */
+HPMLC_FN int64_t hpmlc_server_floats(const hpmlc_maker *k, int s, int64_t *bytes)
 {
-    int64_t n = 0;
-    for (int i = 0; i < k->f->layers; i++) n += hpmlc_max(k->f->layer[i].rows, 1) * k->f->layer[i].cols;
-    return hpml_block(n, k->p->servers, s + 1) - hpml_block(n, k->p->servers, s);
-}
-
-/* Returns the bytes in which a worker pushes the gradient of server s's range: packed, if the plan has a codec. */
-HPMLC_FN int64_t hpmlc_push_bytes(const hpmlc_maker *k, int s)
-{
-    int64_t packed = 0, all = 0;
+    int64_t all = 0, first = 0;
+    for (int i = 0; i < k->f->layers; i++) all += hpmlc_max(k->f->layer[i].rows, 1) * k->f->layer[i].cols;
+    const int64_t at = hpml_block(all, k->p->servers, s), end = hpml_block(all, k->p->servers, s + 1);
+    *bytes = 0;
     for (int i = 0; i < k->f->layers; i++) {
-        const hpml_layer_facts *l = &k->f->layer[i];
-        const int64_t           n = hpmlc_max(l->rows, 1) * l->cols;
-        hpml_packing            pack;
-        all += n;
-        if (hpml_packing_init(&pack, &k->p->codec, hpmlc_max(l->rows, 1), hpmlc_max(l->cols, 1)) == HPML_OK)
-            packed += l->cols > 0 ? (int64_t)pack.size : 0;
+        const int64_t cols = k->f->layer[i].cols, count = hpmlc_max(k->f->layer[i].rows, 1) * cols;
+        int64_t       from = hpmlc_max(at - first, 0), left = hpmlc_min(end - first, count) - from;
+        hpml_packing  pack;
+        while (left > 0 && hpmlc_piece_cut(&pack, &k->p->codec, cols, &from, &left)) *bytes += (int64_t)pack.size;
+        first += count;
     }
-    const int64_t floats = hpmlc_server_floats(k, s);
-    if (!hpmlc_plan_packs(k->p) || all == 0) return floats * (int64_t)sizeof(float);
-    return (int64_t)((double)packed * ((double)floats / (double)all));
+    return end - at;
 }
 
 /* Adds the message (tag 1) with the floats between a worker and a server. With strategy federated it is sent only if
@@ -19674,6 +19664,7 @@ HPMLC_FN void hpmlc_worker_add(hpmlc_maker *k)
     const bool  averages = k->p->strategy == HPML_STRATEGY_FEDERATED;
     const int   all = HPMLC_GROUP_ALL, w = k->y->workers, steps = averages ? k->p->period : 1;
     hpmlc_acts *own = &k->role->own;
+    int64_t     push;
     hpmlc_buckets_cut(k);
     for (int i = 0; i < steps; i++) {
         hpmlc_pass_add(k);
@@ -19681,12 +19672,14 @@ HPMLC_FN void hpmlc_worker_add(hpmlc_maker *k)
     }
     for (int i = 0; i < own->count && averages; i++) own->item[i].drawn = (int32_t)hpmlc_plan_drawn(k->p, w);
     for (int s = 0; s < k->p->servers; s++) {
+        hpmlc_server_floats(k, s, &push);
         hpmlc_message_add(k, HPMLC_ACT_SEND, all, w + s, 0, sizeof(hpmlc_request));
-        hpmlc_floats_add(k, HPMLC_ACT_SEND, w + s, hpmlc_push_bytes(k, s), 0);
+        hpmlc_floats_add(k, HPMLC_ACT_SEND, w + s, push, 0);
     }
     for (int s = 0; s < k->p->servers; s++) {
+        const int64_t floats = hpmlc_server_floats(k, s, &push);
         hpmlc_message_add(k, HPMLC_ACT_RECEIVE, all, w + s, 0, sizeof(hpmlc_answer));
-        hpmlc_floats_add(k, HPMLC_ACT_RECEIVE, w + s, hpmlc_server_floats(k, s) * (int64_t)sizeof(float), 1);
+        hpmlc_floats_add(k, HPMLC_ACT_RECEIVE, w + s, floats * (int64_t)sizeof(float), 1);
     }
     hpmlc_act_add(own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
 }
@@ -19697,19 +19690,20 @@ HPMLC_FN void hpmlc_worker_add(hpmlc_maker *k)
 HPMLC_FN void hpmlc_server_add(hpmlc_maker *k, int s)
 {
     const int     all = HPMLC_GROUP_ALL, most = k->p->strategy == HPML_STRATEGY_SSP ? k->p->staleness : INT32_MAX;
-    const int64_t floats = hpmlc_server_floats(k, s);
+    int64_t       push;
+    const int64_t floats = hpmlc_server_floats(k, s, &push);
     hpmlc_acts   *own = &k->role->own;
     if (k->y->paced) {
         const int wanted = k->p->strategy == HPML_STRATEGY_BACKUP ? k->y->workers - k->p->backup : 0;
         hpmlc_message_add(k, HPMLC_ACT_LISTEN, all, 0, 0, 0);
-        hpmlc_message_add(k, HPMLC_ACT_TAKE, all, wanted, 1, hpmlc_push_bytes(k, s));
+        hpmlc_message_add(k, HPMLC_ACT_TAKE, all, wanted, 1, push);
         if (own->count > 0) own->item[own->count - 1].seconds = hpmlc_update_seconds(k, (double)floats);
         hpmlc_message_add(k, HPMLC_ACT_ANSWER, all, most < INT32_MAX ? (int)hpmlc_min(most, 16) : most, 1,
                           floats * (int64_t)sizeof(float));
         return;
     }
     for (int w = 0; w < k->y->workers; w++) hpmlc_message_add(k, HPMLC_ACT_RECEIVE, all, w, 0, sizeof(hpmlc_request));
-    for (int w = 0; w < k->y->workers; w++) hpmlc_floats_add(k, HPMLC_ACT_RECEIVE, w, hpmlc_push_bytes(k, s), 0);
+    for (int w = 0; w < k->y->workers; w++) hpmlc_floats_add(k, HPMLC_ACT_RECEIVE, w, push, 0);
     if (k->p->strategy != HPML_STRATEGY_FEDERATED)
         hpmlc_compute_add(k, hpmlc_update_seconds(k, (double)floats), HPML_TERM_UPDATE);
     for (int w = 0; w < k->y->workers; w++) {
@@ -20083,6 +20077,7 @@ HPMLC_FN void hpmlc_roles_free(hpmlc_role *role, int roles)
     for (int r = 0; role && r < roles; r++) {
         free(role[r].own.item);
         free(role[r].background.item);
+        free(role[r].background.block);
     }
     free(role);
 }
@@ -20217,9 +20212,12 @@ HPMLC_FN void hpmlc_play_mark(hpmlc_sim *s) /* counts a message; keeps the play'
 
 HPMLC_FN int hpmlc_acts_same(const hpmlc_acts *a, const hpmlc_acts *b) /* how many acts at the beginning are the same */
 {
-    const int count = (int)hpmlc_min(a->count, b->count);
-    int       i = 0;
-    while (i < count && memcmp(&a->item[i], &b->item[i], sizeof *a->item) == 0) i++;
+    const int  count = (int)hpmlc_min(a->count, b->count);
+    const bool alike = a->blocks == b->blocks &&
+                       (a->blocks == 0 || memcmp(a->block, b->block, sizeof *a->block * (size_t)a->blocks) == 0);
+    int        i = 0;
+    while (i < count && memcmp(&a->item[i], &b->item[i], sizeof *a->item) == 0 && (alike || a->item[i].blocks == 0))
+        i++;
     return i;
 }
 
@@ -20396,7 +20394,8 @@ HPMLC_FN void hpmlc_play_axes(hpmlc_play *y, const hpml_plan *p)
         y->mask[k]   = 1u << k;
         stride *= y->size[k];
     }
-    y->mask[HPMLC_GROUP_REPLICAS] = 1u << HPML_AXIS_DATA | 1u << HPML_AXIS_SEQUENCE | 1u << HPML_AXIS_EXPERT;
+    y->mask[HPMLC_GROUP_EXPERTS]  = 1u << HPML_AXIS_DATA | 1u << HPML_AXIS_SEQUENCE;
+    y->mask[HPMLC_GROUP_REPLICAS] = y->mask[HPMLC_GROUP_EXPERTS] | 1u << HPML_AXIS_EXPERT;
     for (int g = 0; g < HPMLC_GROUPS; g++) {
         int many = 0;
         for (int k = 0; k < HPML_AXES; k++) {

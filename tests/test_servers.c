@@ -390,7 +390,7 @@ TEST(a_server_moves_more_than_a_rank_of_a_ring)
 }
 
 /* Of 10 ranks, how many should be servers? The forecast's steps are those of the transport in virtual time. */
-TEST(the_simulator_finds_the_best_number_of_servers)
+TEST(the_forecast_finds_the_best_number_of_servers)
 {
     const int64_t total = 31 * (INPUTS + 1) + CLASSES * 32;
     const double  step_s = 1, shares[] = { 0.02, 0.5, 4 }; /* seconds for all floats on the link */
@@ -407,10 +407,12 @@ TEST(the_simulator_finds_the_best_number_of_servers)
             job twice = j;
             twice.epochs = 2;
             ENSURE(go(&j) && go(&twice));
-            hpml_simulation    s;
-            hpml_simulate_desc d = { .ranks = 10, .network = j.net, .layers = 1, .backward_s = &step_s };
-            d.elements = &total, d.servers = servers;
-            ENSURE(hpml_simulate(&d, &s, NULL, 0) == HPML_OK);
+            const hpml_plan        plan = { .strategy = HPML_STRATEGY_PS, .servers = servers };
+            const hpml_layer_facts all = { .forward_s = step_s / 16, .backward_s = step_s / 16, .cols = total };
+            const hpml_model_facts facts = { .facts = { .ranks = 10, .batch = 8 }, .layers = 1, .layer = &all };
+            const hpml_machine     machine = { .network = j.net };
+            hpml_prediction        s;
+            ENSURE(hpml_forecast(&plan, &facts, &machine, &s, NULL, 0) == HPML_OK);
             const double took = (twice.first_free - j.first_free) / 8;
             if (fabs(s.step_s / took - 1) > 0.03) printf("    %d: %.4f s, forecast %.4f s\n", servers, took, s.step_s);
             ENSURE_NEAR(s.step_s, took, 0.03 * took);
@@ -423,10 +425,6 @@ TEST(the_simulator_finds_the_best_number_of_servers)
         found[net] = at[0];
     }
     ENSURE(found[0] < found[1] && found[1] < found[2]);
-    hpml_simulate_desc all = { .ranks = 3, .layers = 1, .backward_s = &step_s, .elements = &total, .servers = 3 };
-    hpml_simulation    s;
-    char               why[200];
-    ENSURE(hpml_simulate(&all, &s, why, sizeof why) == HPML_ERR_ARGUMENT && strstr(why, "3 servers of 3 ranks"));
 }
 
 /* ---- how well, and how fast ---- */
