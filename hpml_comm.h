@@ -10291,16 +10291,15 @@ HPMLC_FN hpml_status hpmlc_rows_sum(hpml_distributed *d, hpml_tensor *p, float d
     int32_t number = (int32_t)own;
     memcpy(mine, &number, sizeof number);
     memcpy(mine + 1, row, (size_t)own * sizeof *row);
-    for (int64_t i = 0; i < own; i++)
-        memcpy(mine + 1 + most + i * width, p->grad + row[i] * width, (size_t)width * sizeof(float));
+    memcpy(mine + 1 + most, p->grad, (size_t)(own * width) * sizeof(float));
     status = hpml_allgather(c, all, each * c->size, HPML_ELEMENT_F32);
     for (int r = 0; r < c->size && status == HPML_OK; r++) {
         const float *block = all + each * r;
         memcpy(&number, block, sizeof number);
         status = hpml_param_add_rows(p, r == 0, (const int32_t *)(const void *)(block + 1), block + 1 + most, number);
     }
-    row = hpml_param_rows(p, &count);
-    for (int64_t i = 0; i < count && status == HPML_OK; i++) hpmlc_divide_f32(p->grad + row[i] * width, width, divisor);
+    hpml_param_rows(p, &count);
+    if (status == HPML_OK) hpmlc_divide_f32(p->grad, count * width, divisor);
     return status;
 }
 
@@ -12595,7 +12594,7 @@ HPMLC_FN float hpmlc_rows_pack(hpml_distributed *d)
             if (row[i] % own->count == s) memcpy(to++, &row[i], sizeof *row);
         own->rows[k] = to - begin;
         for (int64_t i = 0; i < count; i++) {
-            const float *g = p->grad + row[i] * width;
+            const float *g = p->grad + i * width;
             if (row[i] % own->count != s) continue;
             for (int64_t j = 0; j < width; j++) bad += g[j] - g[j];
             memcpy(to, g, (size_t)width * sizeof(float));
@@ -12655,15 +12654,11 @@ HPMLC_FN void hpmlc_rows_scale(hpml_distributed *d, float divisor, float scale)
 {
     const hpmlc_servers *own = hpmlc_servers_of(d);
     for (int t = 0; t < own->tables; t++) {
-        hpml_tensor   *p     = hpmlc_param(d, own->table[t]);
-        const int64_t  width = p->shape[1];
-        int64_t        count;
-        const int32_t *row = hpml_param_rows(p, &count);
-        for (int64_t i = 0; i < count; i++) {
-            float *g = p->grad + row[i] * width;
-            hpmlc_divide_f32(g, width, divisor);
-            for (int64_t k = 0; k < width && scale != 1; k++) g[k] *= scale;
-        }
+        hpml_tensor *p = hpmlc_param(d, own->table[t]);
+        int64_t      count;
+        hpml_param_rows(p, &count);
+        hpmlc_divide_f32(p->grad, count * p->shape[1], divisor);
+        for (int64_t k = 0; k < count * p->shape[1] && scale != 1; k++) p->grad[k] *= scale;
     }
 }
 
