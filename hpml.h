@@ -6695,6 +6695,25 @@ HPMLI_FN size_t hpmli_graph_kept(const hpml_graph *g, int level)
     return (size_t)floats * sizeof(float);
 }
 
+/* Allocates the gradients of graph g. If there are sparse tables, which are on the host, it zeroes all gradients but
+   theirs: the system gives a table's gradient no memory but for the rows that are touched. */
+HPMLI_FN float *hpmli_grads_alloc(hpml_graph *g)
+{
+    float  *grads = NULL;
+    int64_t at = 0;
+    bool    sparse = false;
+    for (int i = 0; i < g->param_count; i++) sparse = sparse || g->ctx->params[i]->state->rows;
+    if (!sparse) return (float *)hpmli_device_alloc(g->ctx, hpmli_graph_kept(g, 2));
+    grads = (float *)hpmli_alloc(g->ctx, hpmli_graph_kept(g, 2));
+    for (int i = 0; i < g->param_count && grads; i++) {
+        const hpml_tensor *p = g->ctx->params[i];
+        const int64_t      n = g->param_last[i] >= 0 ? hpmli_param_kept(p, 2) : 0;
+        if (!p->state->rows) memset(grads + at, 0, (size_t)n * sizeof *grads);
+        at += n;
+    }
+    return grads;
+}
+
 /* Points the value of n, and its gradient, to their memory. life: which of the value's two places in memory; 0: its
    place from the forward pass on; 1: its place after n ran again or the value was swapped in. */
 HPMLI_FN void hpmli_value_point(hpml_node *n, int life)
@@ -6774,8 +6793,7 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
     if (g->side > 0 && !hpmli_gemm_reserve(ctx, g->side, 0)) return ctx->status;
     const size_t bytes = g->memory.activations + g->scratch_bytes + g->memory.packed + 64;
     g->arena = (char *)(g->memory.packed > 0 ? hpmli_cpu_zeroed(ctx, bytes, true) : hpmli_device_alloc(ctx, bytes));
-    if (HPMLI_TRAINS && g->arena && g->grad_count > 0)
-        g->grads = (float *)hpmli_device_alloc(ctx, hpmli_graph_kept(g, 2));
+    if (HPMLI_TRAINS && g->arena && g->grad_count > 0) g->grads = hpmli_grads_alloc(g);
     if (ctx->status != HPML_OK) return ctx->status;
     for (const hpmli_list *p = g->parts; p < g->parts + g->part_count; p++) {
         for (int a = 0; a < HPMLI_AREAS; a++) /* a leaf keeps the memory that another graph gave it */
