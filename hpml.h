@@ -5038,28 +5038,31 @@ HPML_API size_t hpml_params_bytes(const hpml_ctx *ctx)
    the contents of the memory as they are. */
 HPMLI_FN hpml_status hpmli_params_place(hpml_ctx *ctx, float *memory, bool keep)
 {
-    int64_t largest = 0, floats = 0; /* floats of the largest parameter without memory; of all of these */
+    int64_t largest = 0, floats = 0; /* of parameters without memory: floats of the largest that cannot be written where
+                                        it will be; floats of all */
     int     first = (int)hpmli_min(ctx->param_placed, ctx->param_count), count = ctx->param_count - first;
     for (; count > 0 && (ctx->params[first]->raw || ctx->params[first]->state->kept); count--) first++;
     ctx->param_placed = first;
     for (int i = first; i < ctx->param_count; i++) {
         const hpml_tensor *t = ctx->params[i];
         if (t->raw || t->state->kept) continue;
-        largest = hpmli_max(largest, hpmli_param_floats(t));
+        if (!ctx->backend->host || (HPMLI_TRAINS && t->param->shard == 3))
+            largest = hpmli_max(largest, hpmli_param_floats(t));
         floats += hpmli_param_kept(t, 3);
     }
-    float *w = floats > 0 ? (float *)hpmli_alloc(ctx, (size_t)largest * sizeof(float)) : NULL;
-    if (w && !memory) memory = (float *)hpmli_device_alloc(ctx, (size_t)floats * sizeof(float));
-    for (int i = 0; w && memory && i < 2 * count; i++) {
+    float *w = largest > 0 ? (float *)hpmli_alloc(ctx, (size_t)largest * sizeof(float)) : NULL;
+    if (floats > 0 && !memory) memory = (float *)hpmli_device_alloc(ctx, (size_t)floats * sizeof(float));
+    for (int i = 0; floats > 0 && ctx->status == HPML_OK && i < 2 * count; i++) {
         hpml_tensor *t = ctx->params[first + i % count];
         bool         whole = !HPMLI_TRAINS || t->param->shard < 3;
         if (t->raw || t->state->kept || t->state->away || hpmli_trainable(t) != (i < count)) continue;
         if (whole) hpmli_set_memory(t, memory, t->raw_grad);
         else t->state->kept = memory;
-        if (!keep) hpmli_init_values(ctx, t, w);
+        const bool direct = whole && ctx->backend->host;
+        if (!keep) hpmli_init_values(ctx, t, direct ? memory : w);
         const float *kept  = whole ? w : w + t->param->keep_first;
         size_t       bytes = whole ? hpmli_tensor_bytes(t) : (size_t)t->param->keep_count * sizeof *w;
-        if (!keep) ctx->backend->write(ctx->device, memory, kept, bytes);
+        if (!keep && !direct) ctx->backend->write(ctx->device, memory, kept, bytes);
         memory += hpmli_param_kept(t, 3);
     }
     hpmli_free(ctx, w);
