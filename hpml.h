@@ -846,15 +846,16 @@ typedef struct hpml_embedding_desc {
 } hpml_embedding_desc;
 HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width,
                                      const hpml_embedding_desc *desc);
-/* A sparse table's gradient is a list of rows; row r of its `grad` holds the sum over all positions of token r, and
-   rows that are not listed are zero. Only listed rows are cleared, sent and updated by the optimizer. An update leaves
-   rows without a gradient as they are, weight decay and states of the optimizer included (lazy updates). With SGD
-   without momentum and decay a sparse table has the bits of a dense one. Refused: tables that other ops read too,
-   devices, and trainers that need a norm of the gradient (clip_norm, dynamic loss scale, LARS, LAMB, own optimizers
-   with prepare or direction).
-   hpml_param_rows returns the rows in the order in which the passes met them, and *count, the number of rows; NULL: the
-   gradient is dense. hpml_param_add_rows adds `values` (count, width) to the `count` rows with the indices `rows` of
-   the gradient; clear: first clears the whole gradient. */
+/* A sparse table's gradient is a list of rows, which hpml_param_rows returns in the order in which the passes met them,
+   and *count, the number of rows; NULL: the gradient is dense. Row k of the table's `grad` holds the gradient of row
+   rows[k] of the table, the sum over all positions of this token; what follows the `count` rows has no meaning. So
+   memory is touched for the rows of a step, not for the table. Only listed rows are cleared, sent and updated by the
+   optimizer. An update leaves other rows as they are, weight decay and states of the optimizer included (lazy updates).
+   With SGD without momentum and decay a sparse table has the bits of a dense one. Refused: tables that other ops read
+   too, devices, and trainers that need a norm of the gradient (clip_norm, dynamic loss scale, LARS, LAMB, own
+   optimizers with prepare or direction).
+   hpml_param_add_rows adds `values` (count, width) to the gradients of the `count` rows with the indices `rows`; clear:
+   first clears the whole gradient. */
 HPML_API const int32_t *hpml_param_rows(const hpml_tensor *table, int64_t *count);
 HPML_API hpml_status    hpml_param_add_rows(hpml_tensor *table, bool clear, const int32_t *rows, const float *values,
                                             int64_t count);
@@ -5037,28 +5038,31 @@ HPML_API size_t hpml_params_bytes(const hpml_ctx *ctx)
    the contents of the memory as they are. */
 HPMLI_FN hpml_status hpmli_params_place(hpml_ctx *ctx, float *memory, bool keep)
 {
-    int64_t largest = 0, floats = 0; /* floats of the largest parameter without memory; of all of these */
+    int64_t largest = 0, floats = 0; /* of parameters without memory: floats of the largest that cannot be written where
+                                        it will be; floats of all */
     int     first = (int)hpmli_min(ctx->param_placed, ctx->param_count), count = ctx->param_count - first;
     for (; count > 0 && (ctx->params[first]->raw || ctx->params[first]->state->kept); count--) first++;
     ctx->param_placed = first;
     for (int i = first; i < ctx->param_count; i++) {
         const hpml_tensor *t = ctx->params[i];
         if (t->raw || t->state->kept) continue;
-        largest = hpmli_max(largest, hpmli_param_floats(t));
+        if (!ctx->backend->host || (HPMLI_TRAINS && t->param->shard == 3))
+            largest = hpmli_max(largest, hpmli_param_floats(t));
         floats += hpmli_param_kept(t, 3);
     }
-    float *w = floats > 0 ? (float *)hpmli_alloc(ctx, (size_t)largest * sizeof(float)) : NULL;
-    if (w && !memory) memory = (float *)hpmli_device_alloc(ctx, (size_t)floats * sizeof(float));
-    for (int i = 0; w && memory && i < 2 * count; i++) {
+    float *w = largest > 0 ? (float *)hpmli_alloc(ctx, (size_t)largest * sizeof(float)) : NULL;
+    if (floats > 0 && !memory) memory = (float *)hpmli_device_alloc(ctx, (size_t)floats * sizeof(float));
+    for (int i = 0; floats > 0 && ctx->status == HPML_OK && i < 2 * count; i++) {
         hpml_tensor *t = ctx->params[first + i % count];
         bool         whole = !HPMLI_TRAINS || t->param->shard < 3;
         if (t->raw || t->state->kept || t->state->away || hpmli_trainable(t) != (i < count)) continue;
         if (whole) hpmli_set_memory(t, memory, t->raw_grad);
         else t->state->kept = memory;
-        if (!keep) hpmli_init_values(ctx, t, w);
+        const bool direct = whole && ctx->backend->host;
+        if (!keep) hpmli_init_values(ctx, t, direct ? memory : w);
         const float *kept  = whole ? w : w + t->param->keep_first;
         size_t       bytes = whole ? hpmli_tensor_bytes(t) : (size_t)t->param->keep_count * sizeof *w;
-        if (!keep) ctx->backend->write(ctx->device, memory, kept, bytes);
+        if (!keep && !direct) ctx->backend->write(ctx->device, memory, kept, bytes);
         memory += hpmli_param_kept(t, 3);
     }
     hpmli_free(ctx, w);
@@ -5108,9 +5112,9 @@ HPML_API uint64_t hpml_param_hash(hpml_ctx *ctx)
 // >>rows   gradients of embeddings as rows
 // ---------------------------------------------------------------------------------------------------------------------
 typedef struct hpmli_rows {
-    int32_t *index;  /* (count) rows with a gradient, in the order in which the passes met them */
+    int32_t *index; /* (count) rows with a gradient, in the order in which the passes met them */
     int64_t  count;
-    bool    *listed; /* (rows of the table) whether the row is in `index` */
+    int32_t *place; /* (rows of the table) 1 + the row's place in `index` and in `grad`; 0: it is not listed */
 } hpmli_rows;
 
 /* Makes the gradient of t sparse; false: no memory. */
@@ -5118,28 +5122,46 @@ HPMLI_FN bool hpmli_rows_create(hpml_tensor *t)
 {
     hpmli_rows *r = t->state->rows = t->state->rows ? t->state->rows : hpmli_new(t->ctx, hpmli_rows, 1);
     if (r && !r->index) r->index = hpmli_new(t->ctx, int32_t, t->shape[0]);
-    if (r && !r->listed) r->listed = hpmli_new(t->ctx, bool, t->shape[0]);
-    return r && r->index && r->listed;
+    if (r && !r->place) r->place = hpmli_new(t->ctx, int32_t, t->shape[0]);
+    return r && r->index && r->place;
 }
 
-HPMLI_FN void hpmli_rows_add(hpmli_rows *r, int32_t row)
+/* Returns the gradient of row `row` of the sparse table t, zeros if the row was not listed. */
+HPMLI_FN float *hpmli_rows_add(const hpml_tensor *t, int32_t row)
 {
-    if (r->listed[row]) return;
-    r->listed[row]       = true;
-    r->index[r->count++] = row;
+    hpmli_rows   *r = t->state->rows;
+    const int64_t width = t->shape[1];
+    if (r->place[row] == 0) {
+        memset(t->grad + r->count * width, 0, (size_t)width * sizeof(float));
+        r->index[r->count++] = row;
+        r->place[row]        = (int32_t)r->count;
+    }
+    return t->grad + (r->place[row] - 1) * width;
 }
 
-/* Zeroes the gradient of t, if it has one; of a sparse table (hpml_embedding_desc.sparse) only the rows that are listed
-   in hpmli_rows.index, and empties this list. */
+/* Zeroes the gradient of t, if it has one; of a sparse table (hpml_embedding_desc.sparse) empties the list of rows. */
 HPMLI_FN void hpmli_gradient_clear(const hpml_tensor *t)
 {
     hpmli_rows *r = t->state->rows;
     if (!r && t->raw_grad) t->ctx->backend->zero(t->ctx->device, t->raw_grad, hpmli_tensor_bytes(t));
-    for (int64_t i = 0; r && i < r->count; i++) {
-        memset(t->grad + r->index[i] * t->shape[1], 0, (size_t)t->shape[1] * sizeof(float));
-        r->listed[r->index[i]] = false;
-    }
+    for (int64_t i = 0; r && i < r->count; i++) r->place[r->index[i]] = 0;
     if (r) r->count = 0;
+}
+
+/* Returns how many floats of the gradient of t have a meaning: all, or the rows that are listed. */
+HPMLI_FN int64_t hpmli_gradient_floats(const hpml_tensor *t)
+{
+    return t->state->rows ? t->state->rows->count * t->shape[1] : hpml_tensor_count(t);
+}
+
+/* Writes the whole gradient of the sparse table t, with zeros for rows that are not listed, to `whole`. */
+HPMLI_FN void hpmli_rows_spread(const hpml_tensor *t, float *whole)
+{
+    const hpmli_rows *r = t->state->rows;
+    const int64_t     width = t->shape[1];
+    memset(whole, 0, (size_t)hpml_tensor_count(t) * sizeof *whole);
+    for (int64_t i = 0; i < r->count; i++)
+        memcpy(whole + r->index[i] * width, t->grad + i * width, (size_t)width * sizeof *whole);
 }
 
 HPML_API const int32_t *hpml_param_rows(const hpml_tensor *table, int64_t *count)
@@ -5163,8 +5185,7 @@ HPML_API hpml_status hpml_param_add_rows(hpml_tensor *table, bool clear, const i
     const int64_t width = table->shape[1];
     if (clear) hpmli_gradient_clear(table);
     for (int64_t i = 0; i < count; i++) {
-        float *row = table->grad + rows[i] * width;
-        hpmli_rows_add(table->state->rows, rows[i]);
+        float *row = hpmli_rows_add(table, rows[i]);
         table->ctx->k->vadd(row, row, values + i * width, width);
     }
     return HPML_OK;
@@ -6660,7 +6681,7 @@ HPMLI_FN float *hpmli_graph_place_grads(hpml_graph *g)
     for (int i = 0; i < g->ctx->param_count; i++) {
         hpml_tensor *p    = g->ctx->params[i];
         bool         mine = i < g->param_count && g->param_last[i] >= 0;
-        if (p->state->rows) hpmli_gradient_clear(p); /* rows that are not listed are zero in each graph's array */
+        if (p->state->rows) hpmli_gradient_clear(p); /* because its rows are in the other graph's array */
         hpmli_set_memory(p, p->raw, mine && p->param->shard < 2 ? g->grads + at : NULL);
         if (mine) at += hpmli_param_kept(p, 2);
     }
@@ -6675,6 +6696,25 @@ HPMLI_FN size_t hpmli_graph_kept(const hpml_graph *g, int level)
     for (int i = 0; i < g->param_count; i++)
         if (g->param_last[i] >= 0) floats += hpmli_param_kept(g->ctx->params[i], level);
     return (size_t)floats * sizeof(float);
+}
+
+/* Allocates the gradients of graph g. If there are sparse tables, which are on the host, it zeroes all gradients but
+   theirs: the system gives a table's gradient no memory but for the rows that are touched. */
+HPMLI_FN float *hpmli_grads_alloc(hpml_graph *g)
+{
+    float  *grads = NULL;
+    int64_t at = 0;
+    bool    sparse = false;
+    for (int i = 0; i < g->param_count; i++) sparse = sparse || g->ctx->params[i]->state->rows;
+    if (!sparse) return (float *)hpmli_device_alloc(g->ctx, hpmli_graph_kept(g, 2));
+    grads = (float *)hpmli_alloc(g->ctx, hpmli_graph_kept(g, 2));
+    for (int i = 0; i < g->param_count && grads; i++) {
+        const hpml_tensor *p = g->ctx->params[i];
+        const int64_t      n = g->param_last[i] >= 0 ? hpmli_param_kept(p, 2) : 0;
+        if (!p->state->rows) memset(grads + at, 0, (size_t)n * sizeof *grads);
+        at += n;
+    }
+    return grads;
 }
 
 /* Points the value of n, and its gradient, to their memory. life: which of the value's two places in memory; 0: its
@@ -6756,8 +6796,7 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
     if (g->side > 0 && !hpmli_gemm_reserve(ctx, g->side, 0)) return ctx->status;
     const size_t bytes = g->memory.activations + g->scratch_bytes + g->memory.packed + 64;
     g->arena = (char *)(g->memory.packed > 0 ? hpmli_cpu_zeroed(ctx, bytes, true) : hpmli_device_alloc(ctx, bytes));
-    if (HPMLI_TRAINS && g->arena && g->grad_count > 0)
-        g->grads = (float *)hpmli_device_alloc(ctx, hpmli_graph_kept(g, 2));
+    if (HPMLI_TRAINS && g->arena && g->grad_count > 0) g->grads = hpmli_grads_alloc(g);
     if (ctx->status != HPML_OK) return ctx->status;
     for (const hpmli_list *p = g->parts; p < g->parts + g->part_count; p++) {
         for (int a = 0; a < HPMLI_AREAS; a++) /* a leaf keeps the memory that another graph gave it */
@@ -11012,8 +11051,8 @@ HPMLI_FN hpml_status hpmli_embedding_back(const hpml_run *run, hpml_node *n)
     for (int64_t i = 0; dw && i < count; i++) {
         int64_t row = token[i] - v.first;
         if (row < 0 || row >= v.count) continue;
-        if (rows) hpmli_rows_add(rows, token[i]);
-        run->ctx->k->vadd(dw + row * width, dw + row * width, n->out->grad + i * width, width);
+        float *to = rows ? hpmli_rows_add(n->src[1], token[i]) : dw + row * width;
+        run->ctx->k->vadd(to, to, n->out->grad + i * width, width);
     }
     return HPML_OK;
 }
@@ -12965,13 +13004,13 @@ HPMLI_FN bool hpmli_optimizer_check(hpml_ctx *ctx, const hpml_optimizer *row, bo
     return true;
 }
 
-/* Writes to g the gradient of elements i .. i + n - 1 of u's parameter, times u->grad_scale. If u->found_nonfinite is
-   set, a NaN or infinity becomes 0. Returns HPML_NONFINITE_GRADIENT if there was one, else 0. g may be u->g + i. */
-HPMLI_FN int hpmli_custom_gradient(const hpml_update *u, float *g, int64_t i, int64_t n)
+/* Sets g, (n), to u->grad_scale times the gradients `from` of u's parameter; both may be the same array. If
+   u->found_nonfinite is set, a NaN or infinity becomes 0. Returns HPML_NONFINITE_GRADIENT if there was one, else 0. */
+HPMLI_FN int hpmli_custom_gradient(const hpml_update *u, const float *from, float *g, int64_t n)
 {
     int found = 0;
     for (int64_t j = 0; j < n; j++) {
-        g[j] = u->g[i + j] * u->grad_scale;
+        g[j] = from[j] * u->grad_scale;
         if (!u->found_nonfinite || g[j] - g[j] == 0) continue;
         g[j]  = 0;
         found = HPML_NONFINITE_GRADIENT;
@@ -12998,13 +13037,14 @@ HPMLI_FN int hpmli_custom_restore(float *w, const float *was, float *const *stat
     return found;
 }
 
-/* Calls the step of the user's optimizer for elements i .. i + n - 1 of u's parameter. g, was: (n) memory that gets the
-   scaled gradients and the old weights; was NULL: old weights are not needed, because the optimizer's step writes a
-   direction over g and leaves the weights as they are. Returns HPML_NONFINITE_ bits, or 0. */
-HPMLI_FN int hpmli_custom_piece(const hpml_update *u, float *g, float *was, int64_t i, int64_t n)
+/* Calls the step of the user's optimizer for elements i .. i + n - 1 of u's parameter, which have the gradients `from`.
+   g, was: (n) memory that gets the scaled gradients and the old weights; was NULL: old weights are not needed, because
+   the optimizer's step writes a direction over g and leaves the weights as they are. Returns HPML_NONFINITE_ bits, or
+   0. */
+HPMLI_FN int hpmli_custom_piece(const hpml_update *u, const float *from, float *g, float *was, int64_t i, int64_t n)
 {
     float *state[HPML_MAX_STATES], *w = u->w + i;
-    int    found = hpmli_custom_gradient(u, g, i, n);
+    int    found = hpmli_custom_gradient(u, from, g, n);
     for (int k = 0; k < HPML_MAX_STATES; k++) state[k] = u->state[k] ? u->state[k] + i : NULL;
     if (was) memcpy(was, w, (size_t)n * sizeof *w);
     u->custom->step(u, w, g, state, n);
@@ -13012,19 +13052,20 @@ HPMLI_FN int hpmli_custom_piece(const hpml_update *u, float *g, float *was, int6
     return found;
 }
 
-/* Steps elements i .. i + n - 1 of o's parameter, by a kernel or the user's function; returns HPML_NONFINITE_ bits. */
-HPMLI_FN int hpmli_optimizer_piece(hpml_ctx *ctx, const hpmli_opt_args *o, int64_t i, int64_t n)
+/* Steps elements i .. i + n - 1 of o's parameter, which have the gradients g (n), by a kernel or the user's function;
+   returns HPML_NONFINITE_ bits. */
+HPMLI_FN int hpmli_optimizer_piece(hpml_ctx *ctx, const hpmli_opt_args *o, float *g, int64_t i, int64_t n)
 {
     const hpml_update *u = &o->u;
     if (u->opt != HPML_OPT_CUSTOM) {
         float *first  = u->state[0] ? u->state[0] + i : NULL;
         float *second = u->state[1] ? u->state[1] + i : NULL;
-        return ctx->k->opt_step(o, u->w + i, u->g + i, first, second, n);
+        return ctx->k->opt_step(o, u->w + i, g, first, second, n);
     }
-    if (u->custom->direction) return hpmli_custom_piece(u, u->g + i, NULL, i, n);
-    float g[HPMLI_PIECE], was[HPMLI_PIECE];
+    if (u->custom->direction) return hpmli_custom_piece(u, g, g, NULL, i, n);
+    float scaled[HPMLI_PIECE], was[HPMLI_PIECE];
     int   found = 0;
-    HPMLI_PIECES(at, c, n) found |= hpmli_custom_piece(u, g, was, i + at, c);
+    HPMLI_PIECES(at, c, n) found |= hpmli_custom_piece(u, g + at, scaled, was, i + at, c);
     return found;
 }
 
@@ -13048,7 +13089,7 @@ HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread)
         p.i1 = (i + n) / j->d->n;
         j->ctx->k->gemm_part(&p);
     }
-    int found = hpmli_optimizer_piece(j->ctx, &j->o, i, n);
+    int found = hpmli_optimizer_piece(j->ctx, &j->o, u->g + i, i, n);
     if (found && u->found_nonfinite) __atomic_fetch_or(u->found_nonfinite, found, __ATOMIC_RELAXED);
 }
 
@@ -13061,7 +13102,8 @@ HPMLI_FN void hpmli_update_row_task(void *arg, int64_t task, int thread HPMLI_UN
     const int64_t           width = u->param->shape[1], skipped = u->w - u->param->data;
     const int64_t           row = u->param->state->rows->index[task] * width - skipped;
     const int64_t           at = hpmli_max(row, 0), end = hpmli_min(row + width, u->n);
-    int found = at < end ? hpmli_optimizer_piece(j->ctx, &j->o, at, end - at) : 0;
+    float                  *g = u->g - skipped + task * width; /* of the whole row */
+    int found = at < end ? hpmli_optimizer_piece(j->ctx, &j->o, g + (at - row), at, end - at) : 0;
     if (found && u->found_nonfinite) __atomic_fetch_or(u->found_nonfinite, found, __ATOMIC_RELAXED);
 }
 
@@ -14230,7 +14272,7 @@ HPMLI_FN int64_t hpmli_first_nonfinite(const float *x, int64_t n) /* returns the
    squares; if the sum is not finite, which an overflow may cause, the host checks each number. */
 HPMLI_FN bool hpmli_has_nonfinite(hpml_trainer *t, const hpml_tensor *y, const void *x)
 {
-    int64_t     count = hpml_tensor_count(y);
+    int64_t     count = x == y->raw_grad ? hpmli_gradient_floats(y) : hpml_tensor_count(y);
     size_t      size  = hpml_dtype_size(y->dtype);
     hpml_tensor piece = *y;
     float       host[HPMLI_PIECE];
@@ -18457,7 +18499,8 @@ HPMLI_FN hpml_status hpmli_read_shards(hpml_ctx *ctx, hpml_trainer *t, const hpm
     const int64_t     count  = shard ? p->param->keep_count : hpml_tensor_count(p);
     float            *array  = hpmli_param_array(t, p, which);
     hpml_status       status = HPML_OK;
-    if (count > 0 && array) status = hpmli_array_copy(ctx, t, which, array, mine + first, count, false);
+    if (which == HPML_ARRAY_GRADIENTS && p->state->rows && array) hpmli_rows_spread(p, mine);
+    else if (count > 0 && array) status = hpmli_array_copy(ctx, t, which, array, mine + first, count, false);
     for (int h = 0; t && shard && h < t->graph->hook_count; h++) {
         const hpml_hooks *hooks  = &t->graph->hooks[h];
         hpml_status       joined = HPML_OK; /* join is called even after an error: other ranks wait */

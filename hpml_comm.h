@@ -1508,10 +1508,9 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
    federated it is a round / .period, the mean of 36 rounds where .share draws clients. Plans with servers take a time
    that grows with the square of the workers: 1,024 some seconds.
 
-   Exact on up to 64 ranks: strategy sync, any data x pipe x tensor x sequence, all schedules (of stash and vertical the
-   steady steps), shard 0 to 3, delayed, codecs (no time to pack); exact sums; factors of layers without bias; all other
-   strategies, over the steps that are counted (of gossip with random pairs one step). Nearly, in tests within 2 %, with
-   shard 8 %: axis expert, where gradients of experts and of other layers are exchanged at the same time. Left out:
+   Exact on up to 64 ranks: strategy sync, any data x pipe x tensor x sequence x expert, all schedules (of stash and
+   vertical the steady steps), shard 0 to 3, delayed, codecs (no time to pack); exact sums; factors of layers without
+   bias; all other strategies, over the steps that are counted (of gossip with random pairs one step). Left out:
    network.jitter; the two small messages by which hpml_trainer_fit asks for each batch of async; rows of sparse tables.
    Layers with several parameters differ where a bucket ends between two of them, and with a codec. On more ranks losses
    are taken to be added up in log2(ranks) rounds (within 1 %, small shards and pipelines 5 %), and equal replicas to
@@ -10292,16 +10291,15 @@ HPMLC_FN hpml_status hpmlc_rows_sum(hpml_distributed *d, hpml_tensor *p, float d
     int32_t number = (int32_t)own;
     memcpy(mine, &number, sizeof number);
     memcpy(mine + 1, row, (size_t)own * sizeof *row);
-    for (int64_t i = 0; i < own; i++)
-        memcpy(mine + 1 + most + i * width, p->grad + row[i] * width, (size_t)width * sizeof(float));
+    memcpy(mine + 1 + most, p->grad, (size_t)(own * width) * sizeof(float));
     status = hpml_allgather(c, all, each * c->size, HPML_ELEMENT_F32);
     for (int r = 0; r < c->size && status == HPML_OK; r++) {
         const float *block = all + each * r;
         memcpy(&number, block, sizeof number);
         status = hpml_param_add_rows(p, r == 0, (const int32_t *)(const void *)(block + 1), block + 1 + most, number);
     }
-    row = hpml_param_rows(p, &count);
-    for (int64_t i = 0; i < count && status == HPML_OK; i++) hpmlc_divide_f32(p->grad + row[i] * width, width, divisor);
+    hpml_param_rows(p, &count);
+    if (status == HPML_OK) hpmlc_divide_f32(p->grad, count * width, divisor);
     return status;
 }
 
@@ -12596,7 +12594,7 @@ HPMLC_FN float hpmlc_rows_pack(hpml_distributed *d)
             if (row[i] % own->count == s) memcpy(to++, &row[i], sizeof *row);
         own->rows[k] = to - begin;
         for (int64_t i = 0; i < count; i++) {
-            const float *g = p->grad + row[i] * width;
+            const float *g = p->grad + i * width;
             if (row[i] % own->count != s) continue;
             for (int64_t j = 0; j < width; j++) bad += g[j] - g[j];
             memcpy(to, g, (size_t)width * sizeof(float));
@@ -12656,15 +12654,11 @@ HPMLC_FN void hpmlc_rows_scale(hpml_distributed *d, float divisor, float scale)
 {
     const hpmlc_servers *own = hpmlc_servers_of(d);
     for (int t = 0; t < own->tables; t++) {
-        hpml_tensor   *p     = hpmlc_param(d, own->table[t]);
-        const int64_t  width = p->shape[1];
-        int64_t        count;
-        const int32_t *row = hpml_param_rows(p, &count);
-        for (int64_t i = 0; i < count; i++) {
-            float *g = p->grad + row[i] * width;
-            hpmlc_divide_f32(g, width, divisor);
-            for (int64_t k = 0; k < width && scale != 1; k++) g[k] *= scale;
-        }
+        hpml_tensor *p = hpmlc_param(d, own->table[t]);
+        int64_t      count;
+        hpml_param_rows(p, &count);
+        hpmlc_divide_f32(p->grad, count * p->shape[1], divisor);
+        for (int64_t k = 0; k < count * p->shape[1] && scale != 1; k++) p->grad[k] *= scale;
     }
 }
 
@@ -18397,16 +18391,19 @@ HPML_API int hpml_pipe_svg(const hpml_pipe_span *spans, int count, const char *t
 // >>play   programs of all ranks in virtual time
 // ---------------------------------------------------------------------------------------------------------------------
 /* A program is a list of acts that a rank repeats in each step. Each rank has two actors, its own thread and its
-   background thread (below: background), with a clock each; the background's list of acts is cut into jobs, which begin
-   when the rank's own thread has posted them. The queue of >>simulate plays the messages of all actors. Of a rank's
-   actors with equal clocks the background sends first, as in >>clock. */
+   background thread (below: background), with a clock each, and with axis expert a third one: the background for
+   gradients of experts. A background's list of acts is cut into jobs, which begin when the rank's own thread has posted
+   them. The queue of >>simulate plays the messages of all actors. Of a rank's actors with equal clocks the one with the
+   lower number in hpmlc_list sends first, as in >>clock. */
+
+typedef enum hpmlc_list { HPMLC_EXPERTS, HPMLC_BACKGROUND, HPMLC_OWN, HPMLC_LISTS } hpmlc_list;
 
 typedef enum hpmlc_act_kind { /* words after a point are fields of hpmlc_act */
     HPMLC_ACT_COMPUTE, /* computes for .seconds seconds */
     HPMLC_ACT_SEND, HPMLC_ACT_RECEIVE, /* .n bytes to, or from, the rank at position .peer of .group */
     HPMLC_ACT_COLLECT, /* takes part in the collective .collective of the ranks of .group */
-    HPMLC_ACT_POST,    /* lets the background begin its next job */
-    HPMLC_ACT_WAIT,    /* waits for the background's job number .peer of this step */
+    HPMLC_ACT_POST,    /* lets the background .by begin its next job */
+    HPMLC_ACT_WAIT,    /* waits for job number .peer of this step of the background .by */
     HPMLC_ACT_LISTEN, HPMLC_ACT_TAKE, HPMLC_ACT_ANSWER, /* of servers: see >>play-servers */
     HPMLC_ACT_END      /* ends the step; in the background's list: ends the job */
 } hpmlc_act_kind;
@@ -18434,6 +18431,7 @@ typedef struct hpmlc_act {
     hpml_algorithm   algorithm;
     size_t           size;
     int64_t          n;
+    hpmlc_list       by;      /* POST, WAIT: the background, HPMLC_BACKGROUND or HPMLC_EXPERTS */
     int32_t          blocks;  /* STRIPES, SUMS: 1 + index in hpmlc_acts.block of the bytes of position 0's block, which
                                  those of the other positions follow; 0: each block has .n bytes */
     double           seconds;
@@ -18454,9 +18452,9 @@ typedef struct hpmlc_acts {
 } hpmlc_acts;
 
 typedef struct hpmlc_role {
-    hpmlc_acts own, background;
-    int        same;  /* so many acts at the beginning of .own are those of an earlier play; all: both lists are */
-    bool       all;
+    hpmlc_acts list[HPMLC_LISTS];
+    int        same;  /* so many acts at the beginning of the own thread's list are those of an earlier play */
+    bool       all;   /* true: all lists are those of an earlier play */
 } hpmlc_role;
 
 typedef struct hpmlc_layouts hpmlc_layouts; /* list: of a group, each rank's node, on which AUTO's choice depends */
@@ -18471,7 +18469,7 @@ typedef struct hpmlc_actor {
     int               at, step;     /* indices of the current act in .acts, and of the own thread's current step */
     bool              begun;        /* true: the collective of the current act has begun */
     bool              idle;         /* true: waits, own thread for a job's end, background for a job */
-    int64_t           jobs;         /* own thread: jobs that it has posted; background: jobs that have ended */
+    int64_t           posted, jobs; /* background: number of jobs that are posted; that have ended */
     int32_t           rank;         /* to which the actor belongs */
     int32_t           partner;      /* MIX by random pairs: the rank's partner in this step; server: whom it serves */
     int32_t           place[HPMLC_GROUPS]; /* the rank's position in its group of each kind */
@@ -18485,7 +18483,8 @@ typedef struct hpmlc_asker hpmlc_asker;
 typedef struct hpmlc_moments hpmlc_moments; /* >>delta */
 typedef struct hpmlc_memo hpmlc_memo;
 typedef struct hpmlc_play {
-    hpmlc_sim      net;             /* messages of actors: 2 r is the background of rank r, 2 r + 1 its own thread */
+    hpmlc_sim      net;             /* messages of actors: those of rank r are [r streams, (r + 1) streams) for
+                                       net.streams 2 or, with a background for gradients of experts, 3 */
     int            ranks, workers;  /* ranks [workers, ranks) are servers */
     int            span, wide, narrow; /* which ranks are played: of each `wide` successive ranks of [0, span) the first
                                        `narrow`; each other rank does the same as one of these (hpmlc_play_index) */
@@ -18504,9 +18503,9 @@ typedef struct hpmlc_play {
     double        *ends;            /* (steps) latest clock at the end of each step */
     hpmlc_role    *role;            /* (roles) one for each stage of the pipeline, then one for each server */
     int            roles;
-    hpmlc_actor   *actor;           /* (2 unit) */
-    double        *posted, *ended;  /* (unit, jobs) virtual time when each rank's job of that number in the step was
-                                       posted last, and ended last */
+    hpmlc_actor   *actor;           /* (unit, streams) */
+    double        *posted, *ended;  /* (actors, jobs) virtual time when the background's job of that number in the step
+                                       was posted last, and ended last */
     int            jobs;            /* most jobs that a role has in a step */
     bool           paced;           /* true: ranks do not step together (backup, async, hogwild, ssp with a staleness);
                                        then .steps, .from count the steps that each worker has computed itself */
@@ -18521,6 +18520,15 @@ typedef struct hpmlc_play {
 } hpmlc_play;
 
 HPMLC_FN hpmlc_play *hpmlc_play_of(hpmlc_sim *s) { return (hpmlc_play *)(void *)s; } /* .net is the first member */
+
+/* Returns the actor of the list `list` of the played rank to which actor a belongs. */
+HPMLC_FN int hpmlc_actor_of(const hpmlc_play *y, int a, hpmlc_list list)
+{
+    return a / y->net.streams * y->net.streams + y->net.streams - HPMLC_LISTS + (int)list;
+}
+
+HPMLC_FN bool hpmlc_is_own(const hpmlc_play *y, int a) { return a == hpmlc_actor_of(y, a, HPMLC_OWN); }
+HPMLC_FN hpmlc_actor *hpmlc_own_of(const hpmlc_play *y, int r) { return &y->actor[(r + 1) * y->net.streams - 1]; }
 
 /* Appends an act with this kind, group and term, other fields 0, to the list, and returns it; NULL: out of memory. */
 HPMLC_FN hpmlc_act *hpmlc_act_add(hpmlc_acts *acts, hpmlc_act_kind kind, int group, hpml_term term)
@@ -18637,12 +18645,12 @@ HPMLC_FN void hpmlc_play_set(hpmlc_play *y, int a, int group, int to, int from, 
     if (to >= 0) {
         to     = hpmlc_actor_peer(y, a, group, to);
         q->far = y->node[to] != mine;
-        q->to  = hpmlc_play_index(y, to) * 2 + a % 2;
+        q->to  = hpmlc_play_index(y, to) * y->net.streams + a % y->net.streams;
     }
     if (from < 0) return;
     from        = hpmlc_actor_peer(y, a, group, from);
     q->far_from = y->node[from] != mine;
-    q->from     = hpmlc_play_index(y, from) * 2 + a % 2;
+    q->from     = hpmlc_play_index(y, from) * y->net.streams + a % y->net.streams;
 }
 
 /* Begins the collective of act `act`: gives actor a the phases of the collective's algorithm. Collectives from
@@ -18950,12 +18958,13 @@ HPMLC_FN void hpmlc_actor_waited(hpmlc_play *y, int a, const hpmlc_act *act, dou
    then at least the job's end. False: it has not, and a becomes idle until it has. */
 HPMLC_FN bool hpmlc_job_over(hpmlc_play *y, int a, const hpmlc_act *act)
 {
-    hpmlc_actor      *actor = &y->actor[a], *other = &y->actor[a - 1];
+    const int         by = hpmlc_actor_of(y, a, act->by);
+    hpmlc_actor      *actor = &y->actor[a], *other = &y->actor[by];
     const int64_t     job = (int64_t)(actor->step + act->ahead) * other->acts->jobs + act->peer;
     const hpml_comm  *c = actor->layout[act->group] ? &actor->layout[act->group]->c : NULL;
     actor->idle = other->jobs <= job;
     if (actor->idle) return false;
-    const double end = y->ended[(int64_t)(a / 2) * y->jobs + act->peer];
+    const double end = y->ended[(int64_t)by * y->jobs + act->peer];
     hpmlc_actor_waited(y, a, act, end - y->net.clock[a], c && c->per_node != c->size);
     if (y->net.clock[a] < end) y->net.clock[a] = end;
     return true;
@@ -18969,7 +18978,7 @@ HPMLC_FN void hpmlc_actor_next(hpmlc_play *y, int a)
     y->net.rank[a].phase = y->net.rank[a].round = 0;
     if (actor->at < actor->acts->count) return;
     actor->at = 0;
-    if (a % 2 == 1) actor->step++;
+    if (hpmlc_is_own(y, a)) actor->step++;
 }
 
 /* Act END of actor a: ends a step if a is an own thread; if it is a background, ends its job, and lets the own thread
@@ -18978,30 +18987,32 @@ HPMLC_FN void hpmlc_act_end(hpmlc_play *y, int a)
 {
     hpmlc_actor *actor = &y->actor[a];
     const double now = y->net.clock[a];
+    const int    own = hpmlc_actor_of(y, a, HPMLC_OWN);
     if (y->paced) {
         hpmlc_pace_end(y, a);
         return;
     }
-    if (a % 2 == 1) {
+    if (a == own) {
         if (y->ends[actor->step] < now) y->ends[actor->step] = now;
         hpmlc_actor_next(y, a);
         return;
     }
-    y->ended[(int64_t)(a / 2) * y->jobs + actor->jobs % actor->acts->jobs] = now;
+    y->ended[(int64_t)a * y->jobs + actor->jobs % actor->acts->jobs] = now;
     actor->jobs++;
     hpmlc_actor_next(y, a);
-    if (y->actor[a + 1].idle) hpmlc_sim_advance(&y->net, a + 1, false);
+    if (y->actor[own].idle) hpmlc_sim_advance(&y->net, own, false);
 }
 
-/* Act POST of own thread a: posts the next job of its rank's background, which goes on if it was idle. */
-HPMLC_FN void hpmlc_act_post(hpmlc_play *y, int a)
+/* Act POST of own thread a: posts the next job of the background act->by, which goes on if it was idle. */
+HPMLC_FN void hpmlc_act_post(hpmlc_play *y, int a, const hpmlc_act *act)
 {
-    hpmlc_actor *actor = &y->actor[a], *other = &y->actor[a - 1];
-    y->posted[(int64_t)(a / 2) * y->jobs + actor->jobs % other->acts->jobs] = y->net.clock[a];
-    actor->jobs++;
+    const int    by = hpmlc_actor_of(y, a, act->by);
+    hpmlc_actor *other = &y->actor[by];
+    y->posted[(int64_t)by * y->jobs + other->posted % other->acts->jobs] = y->net.clock[a];
+    other->posted++;
     y->posted_any = true;
     hpmlc_actor_next(y, a);
-    if (other->idle) hpmlc_sim_advance(&y->net, a - 1, false);
+    if (other->idle) hpmlc_sim_advance(&y->net, by, false);
 }
 
 /* Returns the current act of actor a; NULL: it has none, because its steps are over or, in the background, because the
@@ -19011,10 +19022,10 @@ HPMLC_FN const hpmlc_act *hpmlc_actor_act(hpmlc_play *y, int a)
     hpmlc_actor *actor = &y->actor[a];
     bool goes_on = actor->step < y->steps;
     if (y->paced) goes_on = y->workers < y->ranks ? y->going : y->pace[a / 2].done < y->steps;
-    if (a % 2 == 1) return goes_on ? &actor->acts->item[actor->at] : NULL;
-    actor->idle = actor->jobs >= y->actor[a + 1].jobs;
+    if (hpmlc_is_own(y, a)) return goes_on ? &actor->acts->item[actor->at] : NULL;
+    actor->idle = actor->jobs >= actor->posted;
     if (actor->idle || actor->acts->count == 0) return NULL;
-    const double posted = y->posted[(int64_t)(a / 2) * y->jobs + actor->jobs % actor->acts->jobs];
+    const double posted = y->posted[(int64_t)a * y->jobs + actor->jobs % actor->acts->jobs];
     if (y->net.clock[a] < posted) y->net.clock[a] = posted;
     return &actor->acts->item[actor->at];
 }
@@ -19037,7 +19048,7 @@ HPMLC_FN bool hpmlc_play_move(hpmlc_sim *s, int a)
     while ((act = hpmlc_actor_act(y, a)) != NULL) {
         hpmlc_actor *actor = &y->actor[a];
         const double slow = y->network->slow ? y->network->slow[actor->rank] : 1;
-        if (a % 2 == 1) hpmlc_actor_waited(y, a, act, s->waited[a], q->far_from);
+        if (hpmlc_is_own(y, a)) hpmlc_actor_waited(y, a, act, s->waited[a], q->far_from);
         s->waited[a] = 0;
         if (actor->step < act->first || (act->drawn > 0 && !hpmlc_act_is_drawn(y, a, act))) {
             hpmlc_actor_next(y, a);
@@ -19062,7 +19073,7 @@ HPMLC_FN bool hpmlc_play_move(hpmlc_sim *s, int a)
             if (hpmlc_collect_move(y, a, act)) return true;
             hpmlc_actor_next(y, a);
             break;
-        case HPMLC_ACT_POST: hpmlc_act_post(y, a); break;
+        case HPMLC_ACT_POST: hpmlc_act_post(y, a, act); break;
         case HPMLC_ACT_WAIT:
             if (!hpmlc_job_over(y, a, act)) return false;
             hpmlc_actor_next(y, a);
@@ -19092,14 +19103,15 @@ typedef struct hpmlc_maker {
     const hpml_model_facts *f;
     const hpml_machine     *m;
     hpmlc_play             *y;
-    hpmlc_role             *role;     /* the role whose program is made now */
+    hpmlc_acts             *own;      /* the list of the own thread of the role whose program is made now */
+    hpmlc_acts             *background; /* (HPMLC_OWN) the lists of its backgrounds */
     int                     stage, pieces;
     int32_t                *cut;      /* (pieces + 1) first layer of each piece */
     int64_t                 samples, rows; /* of a rank's batch; of a micro-batch of the pipeline */
     int32_t                *bucket;   /* (layers) number of the bucket with the layer's gradient; -1: none; -2 - j: job
                                          j gathers the gradient's factors */
     int32_t                *left;     /* (layers) for each bucket: how many of its gradients are not yet final */
-    int32_t                *job;      /* (layers) for each bucket: the job that exchanges it */
+    int32_t                *job;      /* (layers) for each bucket: the job that exchanges it; -1: not posted yet */
     int64_t                *floats;   /* (layers) for each bucket: the floats of its gradients */
     int                     buckets, posted, stepped; /* buckets of a step: all; posted; updated by optimizer */
     int                     stats;    /* number of the job that adds up losses; -1: not posted in this step */
@@ -19141,10 +19153,12 @@ HPMLC_FN double hpmlc_layer_whole(const hpml_layer_facts *l, const hpml_machine 
     return (back ? 2 : 1) * fmax(flops, memory);
 }
 
-HPMLC_FN hpmlc_act *hpmlc_collect_add(hpmlc_acts *acts, int group, hpmlc_collective collective, int64_t n, size_t size,
-                                      hpml_term term)
+/* Adds a collective of `group` to a list of acts, unless the group is one rank. Returns the act; NULL: none. */
+HPMLC_FN hpmlc_act *hpmlc_collect_add(const hpmlc_maker *k, hpmlc_acts *acts, int group, hpmlc_collective collective,
+                                      int64_t n, size_t size, hpml_term term)
 {
-    hpmlc_act *act = hpmlc_act_add(acts, HPMLC_ACT_COLLECT, group, term);
+    hpmlc_act *act = NULL;
+    if (hpmlc_group_size(k->y, group) > 1) act = hpmlc_act_add(acts, HPMLC_ACT_COLLECT, group, term);
     if (!act) return NULL;
     act->collective = collective;
     act->n          = n;
@@ -19155,14 +19169,13 @@ HPMLC_FN hpmlc_act *hpmlc_collect_add(hpmlc_acts *acts, int group, hpmlc_collect
 HPMLC_FN void hpmlc_allreduce_add(const hpmlc_maker *k, hpmlc_acts *acts, int group, int64_t n, size_t size,
                                   hpml_term term)
 {
-    hpmlc_act *act = NULL;
-    if (hpmlc_group_size(k->y, group) > 1) act = hpmlc_collect_add(acts, group, HPMLC_ALLREDUCE, n, size, term);
+    hpmlc_act *act = hpmlc_collect_add(k, acts, group, HPMLC_ALLREDUCE, n, size, term);
     if (act && size == sizeof(float)) act->algorithm = k->p->algorithm; /* sums of losses are doubles: AUTO */
 }
 
 HPMLC_FN void hpmlc_compute_add(const hpmlc_maker *k, double seconds, hpml_term term)
 {
-    hpmlc_act *act = hpmlc_act_add(&k->role->own, HPMLC_ACT_COMPUTE, 0, term);
+    hpmlc_act *act = hpmlc_act_add(k->own, HPMLC_ACT_COMPUTE, 0, term);
     if (act) act->seconds = seconds;
 }
 
@@ -19170,28 +19183,12 @@ HPMLC_FN void hpmlc_message_add(const hpmlc_maker *k, hpmlc_act_kind kind, int g
 {
     hpmlc_act *act = NULL;
     if (bytes > 0 || kind > HPMLC_ACT_RECEIVE)
-        act = hpmlc_act_add(&k->role->own, kind, group,
+        act = hpmlc_act_add(k->own, kind, group,
                             group == HPML_AXIS_PIPE ? HPML_TERM_BUBBLE : HPML_TERM_SERVERS);
     if (!act) return;
     act->peer = peer;
     act->tag  = tag;
     act->n    = bytes;
-}
-
-/* Makes a job of the acts added to the background's list since its last job, and adds to the own thread's list the act
-   that posts the job. Returns the job's number in the step. */
-HPMLC_FN int hpmlc_job_add(const hpmlc_maker *k)
-{
-    hpmlc_act_add(&k->role->background, HPMLC_ACT_END, 0, HPML_TERM_DATA);
-    hpmlc_act_add(&k->role->own, HPMLC_ACT_POST, 0, HPML_TERM_DATA);
-    return k->role->background.jobs - 1;
-}
-
-HPMLC_FN void hpmlc_await_add(const hpmlc_maker *k, int job)
-{
-    hpmlc_act *act = NULL;
-    if (job >= 0) act = hpmlc_act_add(&k->role->own, HPMLC_ACT_WAIT, HPMLC_GROUP_REPLICAS, HPML_TERM_DATA);
-    if (act) act->peer = job;
 }
 
 /* Returns the group of the ranks that average the gradient of layer i, or those of bucket b. */
@@ -19206,6 +19203,38 @@ HPMLC_FN int hpmlc_bucket_group(const hpmlc_maker *k, int b)
     int i = 0;
     while (k->bucket[i] != b) i++;
     return hpmlc_layer_group(k, i);
+}
+
+HPMLC_FN hpmlc_acts *hpmlc_background_list(const hpmlc_maker *k, int group) /* of exchanges of this group's ranks */
+{
+    return &k->background[group == HPMLC_GROUP_EXPERTS ? HPMLC_EXPERTS : HPMLC_BACKGROUND];
+}
+
+/* Makes a job of the acts added since its last job to the list of the background for `group`, and adds to the own
+   thread's list the act that posts the job. Returns the job: HPMLC_OWN * its number in the step + its background. */
+HPMLC_FN int hpmlc_job_add(const hpmlc_maker *k, int group)
+{
+    hpmlc_acts      *acts = hpmlc_background_list(k, group);
+    const hpmlc_list by = (hpmlc_list)(acts - k->background);
+    hpmlc_act_add(acts, HPMLC_ACT_END, 0, HPML_TERM_DATA);
+    hpmlc_act *act = hpmlc_act_add(k->own, HPMLC_ACT_POST, 0, HPML_TERM_DATA);
+    if (act) act->by = by;
+    return HPMLC_OWN * (acts->jobs - 1) + (int)by;
+}
+
+HPMLC_FN void hpmlc_await_add(const hpmlc_maker *k, int job)
+{
+    hpmlc_act *act = NULL;
+    if (job >= 0) act = hpmlc_act_add(k->own, HPMLC_ACT_WAIT, HPMLC_GROUP_REPLICAS, HPML_TERM_DATA);
+    if (!act) return;
+    act->peer = job / HPMLC_OWN;
+    act->by   = (hpmlc_list)(job % HPMLC_OWN);
+}
+
+HPMLC_FN void hpmlc_await_all(const hpmlc_maker *k) /* adds waits for the last job of each background */
+{
+    for (int by = 0; by < HPMLC_OWN; by++)
+        if (k->background[by].jobs > 0) hpmlc_await_add(k, HPMLC_OWN * (k->background[by].jobs - 1) + by);
 }
 
 HPMLC_FN bool hpmlc_exchanges(const hpmlc_maker *k) /* true: in each step several ranks average gradients */
@@ -19231,7 +19260,7 @@ HPMLC_FN bool hpmlc_packed_add(const hpmlc_maker *k, int i, int64_t *block)
 {
     const int64_t rows = hpmlc_max(k->f->layer[i].rows, 1), cols = hpmlc_max(hpmlc_layer_part(k, i) / rows, 1);
     const int     group = hpmlc_layer_group(k, i), p = hpmlc_group_size(k->y, group);
-    hpmlc_acts   *acts = &k->role->background;
+    hpmlc_acts   *acts = hpmlc_background_list(k, group);
     HPMLC_ZERO(hpml_exchange, x);
     HPMLC_ZERO(hpmlc_item, it);
     x.d.codec = k->p->codec;
@@ -19244,7 +19273,7 @@ HPMLC_FN bool hpmlc_packed_add(const hpmlc_maker *k, int i, int64_t *block)
         return false;
     for (int r = 0; r < p && !x.whole; r++) block[r] += (int64_t)hpmlc_stripe_size(&it, p, r);
     if (x.whole && x.whole->kind == HPML_CODEC_TOPK)
-        hpmlc_collect_add(acts, group, HPMLC_ALLGATHER, 8 * hpmlc_topk_count(&x, &it) * p, 1, HPML_TERM_DATA);
+        hpmlc_collect_add(k, acts, group, HPMLC_ALLGATHER, 8 * hpmlc_topk_count(&x, &it) * p, 1, HPML_TERM_DATA);
     else if (x.whole) {
         const int64_t r = hpmlc_lowrank_of(&x, &it);
         hpmlc_allreduce_add(k, acts, group, r * rows, sizeof(float), HPML_TERM_DATA);
@@ -19259,35 +19288,35 @@ HPMLC_FN void hpmlc_bucket_add(hpmlc_maker *k, int b)
 {
     const int   group = hpmlc_bucket_group(k, b), p = hpmlc_group_size(k->y, group);
     const bool  whole = hpmlc_whole_codec(&k->p->codec) != NULL, rows = hpmlc_plan_packs(k->p) && !whole;
-    hpmlc_acts *acts = &k->role->background;
+    hpmlc_acts *acts = hpmlc_background_list(k, group);
     const int   first = acts->blocks;
     int64_t    *block = rows ? hpmlc_blocks_add(acts, p) : NULL, plain = 0;
     bool        packed = false;
     if (acts->failed) return;
     if (k->p->shard > 0)
-        hpmlc_collect_add(acts, group, HPMLC_REDUCE_SCATTER, k->floats[b], sizeof(float), HPML_TERM_DATA);
+        hpmlc_collect_add(k, acts, group, HPMLC_REDUCE_SCATTER, k->floats[b], sizeof(float), HPML_TERM_DATA);
     for (int i = k->f->layers - 1; i >= 0 && k->p->shard == 0; i--) {
         if (k->bucket[i] != b) continue;
         if (hpmlc_packed_add(k, i, block)) packed = true;
         else plain += hpmlc_layer_floats(k, i);
     }
     for (int turn = 0; turn < 2 && packed && rows; turn++) {
-        hpmlc_act *act = hpmlc_collect_add(acts, group, turn ? HPMLC_SUMS : HPMLC_STRIPES, 0, 1, HPML_TERM_DATA);
+        hpmlc_act *act = hpmlc_collect_add(k, acts, group, turn ? HPMLC_SUMS : HPMLC_STRIPES, 0, 1, HPML_TERM_DATA);
         if (act) act->blocks = first + 1;
     }
     if (packed && whole) hpmlc_allreduce_add(k, acts, group, 1, sizeof(int64_t), HPML_TERM_DATA);
     if (plain > 0) hpmlc_allreduce_add(k, acts, group, plain, sizeof(float), HPML_TERM_DATA);
-    k->job[b] = hpmlc_job_add(k);
+    k->job[b] = hpmlc_job_add(k, group);
 }
 
 HPMLC_FN void hpmlc_stats_add(hpmlc_maker *k)
 {
-    hpmlc_acts *acts = &k->role->background;
+    hpmlc_acts *acts = &k->background[HPMLC_BACKGROUND];
     if (k->y->loose)
-        hpmlc_collect_add(acts, HPMLC_GROUP_REPLICAS, HPMLC_SHIFTS, HPMLC_STATS * (int64_t)sizeof(double), 1,
+        hpmlc_collect_add(k, acts, HPMLC_GROUP_REPLICAS, HPMLC_SHIFTS, HPMLC_STATS * (int64_t)sizeof(double), 1,
                           HPML_TERM_DATA);
     else hpmlc_allreduce_add(k, acts, HPMLC_GROUP_REPLICAS, HPMLC_STATS, sizeof(double), HPML_TERM_DATA);
-    k->stats = hpmlc_job_add(k);
+    k->stats = hpmlc_job_add(k, HPMLC_GROUP_REPLICAS);
 }
 
 HPMLC_FN void hpmlc_posts_add(hpmlc_maker *k) /* adds exchanges of the next buckets whose gradients are final */
@@ -19307,19 +19336,17 @@ HPMLC_FN double hpmlc_update_seconds(const hpmlc_maker *k, double floats)
 }
 
 /* Adds the optimizer's steps for this rank's blocks of buckets [k->stepped, to) and, but for shard 3, where ranks keep
-   only their blocks, the jobs that gather the new values. Returns the number of the last of these jobs; -1: none. */
-HPMLC_FN int hpmlc_shard_steps_add(hpmlc_maker *k, int to)
+   only their blocks, the jobs that gather the new values. */
+HPMLC_FN void hpmlc_shard_steps_add(hpmlc_maker *k, int to)
 {
-    int job = -1;
     for (; k->stepped < to; k->stepped++) {
         const int     group = hpmlc_bucket_group(k, k->stepped);
         const int64_t n = k->floats[k->stepped];
         hpmlc_compute_add(k, hpmlc_update_seconds(k, (double)n / hpmlc_group_size(k->y, group)), HPML_TERM_UPDATE);
         if (k->p->shard == 3) continue;
-        hpmlc_collect_add(&k->role->background, group, HPMLC_ALLGATHER, n, sizeof(float), HPML_TERM_DATA);
-        job = hpmlc_job_add(k);
+        hpmlc_collect_add(k, hpmlc_background_list(k, group), group, HPMLC_ALLGATHER, n, sizeof(float), HPML_TERM_DATA);
+        hpmlc_job_add(k, group);
     }
-    return job;
 }
 
 /* Returns whether the optimizer updates buckets within the backward pass, not after it; only with shard 1 and 2. */
@@ -19345,9 +19372,9 @@ HPMLC_FN void hpmlc_factors_gather_add(hpmlc_maker *k, int i) /* the job that ga
     const hpml_layer_facts *l = &k->f->layer[i];
     const int64_t rows = k->f->facts.batch * (l->edge / l->rows) * hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS);
     for (int f = 0; f < 2; f++)
-        hpmlc_collect_add(&k->role->background, HPMLC_GROUP_REPLICAS, HPMLC_ALLGATHER, rows * (f ? l->rows : l->cols),
-                          sizeof(float), HPML_TERM_DATA);
-    k->bucket[i] = -2 - hpmlc_job_add(k);
+        hpmlc_collect_add(k, &k->background[HPMLC_BACKGROUND], HPMLC_GROUP_REPLICAS, HPMLC_ALLGATHER,
+                          rows * (f ? l->rows : l->cols), sizeof(float), HPML_TERM_DATA);
+    k->bucket[i] = -2 - hpmlc_job_add(k, HPMLC_GROUP_REPLICAS);
 }
 
 /* Adds, for each layer that sends factors, the wait for all ranks' factors, and the product that makes the gradient of
@@ -19392,9 +19419,10 @@ HPMLC_FN int hpmlc_fetch_add(hpmlc_maker *k, int b, int keep)
     if (keep >= 0 && k->slot[slot] == keep) slot = !slot;
     k->slot[slot] = b;
     k->used[slot] = k->clock;
-    hpmlc_collect_add(&k->role->background, hpmlc_bucket_group(k, b), HPMLC_ALLGATHER, k->floats[b], sizeof(float),
+    const int group = hpmlc_bucket_group(k, b);
+    hpmlc_collect_add(k, hpmlc_background_list(k, group), group, HPMLC_ALLGATHER, k->floats[b], sizeof(float),
                       HPML_TERM_DATA);
-    k->slot_job[slot] = hpmlc_job_add(k);
+    k->slot_job[slot] = hpmlc_job_add(k, group);
     return slot;
 }
 
@@ -19424,11 +19452,11 @@ HPMLC_FN void hpmlc_layer_exchange_add(const hpmlc_maker *k, const hpml_layer_fa
     const int64_t bytes = (int64_t)sizeof(float) * samples;
     hpmlc_act    *act = NULL;
     if (l->pass > 0 && s > 1)
-        act = hpmlc_collect_add(&k->role->own, HPML_AXIS_SEQUENCE, HPMLC_PASSES, l->pass * bytes / s, 1,
+        act = hpmlc_collect_add(k, k->own, HPML_AXIS_SEQUENCE, HPMLC_PASSES, l->pass * bytes / s, 1,
                                 HPML_TERM_SEQUENCE);
     if (act) act->peer = back ? 2 * s - 1 : s - 1; /* the gradients come back to their rank: one round more */
     for (int i = 0; i < 2 && l->swap > 0 && e > 1; i++)
-        hpmlc_collect_add(&k->role->own, HPML_AXIS_EXPERT, HPMLC_STRIPES, l->swap * bytes / s / e, 1, HPML_TERM_EXPERT);
+        hpmlc_collect_add(k, k->own, HPML_AXIS_EXPERT, HPMLC_STRIPES, l->swap * bytes / s / e, 1, HPML_TERM_EXPERT);
 }
 
 HPMLC_FN void hpmlc_layer_add(hpmlc_maker *k, int i, int64_t samples, bool back, double share, bool final)
@@ -19441,7 +19469,7 @@ HPMLC_FN void hpmlc_layer_add(hpmlc_maker *k, int i, int64_t samples, bool back,
     if (back && hpmlc_sends_factors(k, i)) share *= 0.5; /* the weight's gradient is computed later */
     hpmlc_compute_add(k, share * whole / hpmlc_layer_parts(k, l), HPML_TERM_COMPUTE);
     if (final) hpmlc_gradient_add(k, i);
-    if (sum > 0) hpmlc_allreduce_add(k, &k->role->own, HPML_AXIS_TENSOR, sum, sizeof(float), HPML_TERM_TENSOR);
+    if (sum > 0) hpmlc_allreduce_add(k, k->own, HPML_AXIS_TENSOR, sum, sizeof(float), HPML_TERM_TENSOR);
 }
 
 /* Adds a task of a pipeline stage: receive its input, compute its layers, send the result. final: the task belongs to
@@ -19488,7 +19516,7 @@ HPMLC_FN void hpmlc_pass_add(hpmlc_maker *k) /* adds the forward and backward pa
         const int64_t at = task.micro * k->rows;
         hpmlc_task_add(k, &task, hpmlc_min(k->rows, k->samples - at), task.micro + 1 == d.micro);
     }
-    hpmlc_act *loss = hpmlc_collect_add(&k->role->own, HPML_AXIS_PIPE, HPMLC_BROADCAST, sizeof(hpmlc_outcome), 1,
+    hpmlc_act *loss = hpmlc_collect_add(k, k->own, HPML_AXIS_PIPE, HPMLC_BROADCAST, sizeof(hpmlc_outcome), 1,
                                         HPML_TERM_BUBBLE);
     if (loss) loss->peer = p->pipe - 1;
 }
@@ -19525,6 +19553,7 @@ HPMLC_FN void hpmlc_buckets_cut(hpmlc_maker *k)
         k->bucket[i] = -1;
         if (piece % hpmlc_max(k->p->pipe, 1) != k->stage || l->cols == 0 || hpmlc_sends_factors(k, i)) continue;
         if (k->buckets == 0 || filled >= limit || hpmlc_layer_group(k, i) != group) {
+            k->job[k->buckets]    = -1;
             k->left[k->buckets]   = 0;
             k->floats[k->buckets] = 0;
             k->buckets++;
@@ -19543,21 +19572,20 @@ HPMLC_FN void hpmlc_buckets_cut(hpmlc_maker *k)
 HPMLC_FN void hpmlc_sync_add(hpmlc_maker *k)
 {
     const bool  exchanges = hpmlc_exchanges(k), delayed = exchanges && k->p->delayed;
-    hpmlc_acts *own = &k->role->own;
-    int         last = -1;
+    hpmlc_acts *own = k->own;
     hpmlc_buckets_cut(k);
     hpmlc_pass_add(k);
     for (int i = k->f->layers - 1; i >= 0 && k->p->no_overlap; i--)
         if (hpmlc_sends_factors(k, i)) hpmlc_factors_gather_add(k, i);
     const int before = own->count;
-    if (delayed) hpmlc_await_add(k, k->buckets); /* the last job, the sum of losses */
+    if (delayed) hpmlc_await_add(k, HPMLC_OWN * k->buckets + HPMLC_BACKGROUND); /* the last job: the sum of losses */
     if (exchanges) hpmlc_posts_add(k);
     if (exchanges && k->stats < 0) hpmlc_stats_add(k);
     hpmlc_factors_multiply_add(k);
-    if (exchanges && !delayed) hpmlc_await_add(k, k->role->background.jobs - 1);
-    if (k->p->shard > 0 && exchanges) last = hpmlc_shard_steps_add(k, k->buckets);
+    if (!delayed) hpmlc_await_all(k);
+    if (k->p->shard > 0 && exchanges) hpmlc_shard_steps_add(k, k->buckets);
     else hpmlc_compute_add(k, hpmlc_update_seconds(k, hpmlc_stage_floats(k)), HPML_TERM_UPDATE);
-    hpmlc_await_add(k, last);
+    if (!delayed) hpmlc_await_all(k);
     for (int i = before; i < own->count && delayed; i++) {
         hpmlc_act *act = &own->item[i];
         if (act->kind == HPMLC_ACT_WAIT) act->ahead = -1;
@@ -19571,7 +19599,7 @@ HPMLC_FN void hpmlc_sync_add(hpmlc_maker *k)
 HPMLC_FN void hpmlc_flow_add(hpmlc_maker *k)
 {
     const int      p = k->p->pipe, r = k->stage, tag = 2 * p;
-    hpmlc_acts    *own = &k->role->own;
+    hpmlc_acts    *own = k->own;
     hpml_pipe_task task;
     memset(&task, 0, sizeof task);
     hpmlc_buckets_cut(k);
@@ -19600,7 +19628,7 @@ HPMLC_FN void hpmlc_own_add(hpmlc_maker *k)
     const int     group = HPMLC_GROUP_REPLICAS, steps = hpmlc_plan_meets(k->p) ? k->p->period : 1;
     const int64_t span = (int64_t)hpmlc_stage_floats(k);
     const double  shared = k->p->strategy == HPML_STRATEGY_HOGWILD ? 28 * (double)span : 0; /* bytes */
-    hpmlc_acts   *own = &k->role->own;
+    hpmlc_acts   *own = k->own;
     hpmlc_act    *act = NULL;
     int64_t       params = 0, floats = 0;
     hpmlc_buckets_cut(k);
@@ -19616,7 +19644,7 @@ HPMLC_FN void hpmlc_own_add(hpmlc_maker *k)
             hpmlc_allreduce_add(k, own, group, floats, sizeof(int64_t), HPML_TERM_DATA);
             if (own->count > 0) own->item[own->count - 1].algorithm = k->p->algorithm; /* of 64-bit integers */
         } else if (k->p->strategy == HPML_STRATEGY_GOSSIP && hpmlc_group_size(k->y, group) > 1)
-            act = hpmlc_collect_add(own, group, HPMLC_MIX, 4 * span, 1, HPML_TERM_DATA);
+            act = hpmlc_collect_add(k, own, group, HPMLC_MIX, 4 * span, 1, HPML_TERM_DATA);
         if (act) act->peer = (int32_t)k->p->topology;
         hpmlc_compute_add(k, hpmlc_update_seconds(k, (double)span), HPML_TERM_UPDATE);
         if (shared > 0 && k->m->bandwidth > 0) hpmlc_compute_add(k, shared / k->m->bandwidth, HPML_TERM_UPDATE);
@@ -19648,7 +19676,7 @@ HPMLC_FN int64_t hpmlc_server_floats(const hpmlc_maker *k, int s, int64_t *bytes
    the client is drawn for the round `ahead` rounds later. */
 HPMLC_FN void hpmlc_floats_add(const hpmlc_maker *k, hpmlc_act_kind kind, int peer, int64_t bytes, int ahead)
 {
-    hpmlc_acts *own = &k->role->own;
+    hpmlc_acts *own = k->own;
     const int   before = own->count;
     hpmlc_message_add(k, kind, HPMLC_GROUP_ALL, peer, 1, bytes);
     if (own->count == before || k->p->strategy != HPML_STRATEGY_FEDERATED) return;
@@ -19663,7 +19691,7 @@ HPMLC_FN void hpmlc_worker_add(hpmlc_maker *k)
 {
     const bool  averages = k->p->strategy == HPML_STRATEGY_FEDERATED;
     const int   all = HPMLC_GROUP_ALL, w = k->y->workers, steps = averages ? k->p->period : 1;
-    hpmlc_acts *own = &k->role->own;
+    hpmlc_acts *own = k->own;
     int64_t     push;
     hpmlc_buckets_cut(k);
     for (int i = 0; i < steps; i++) {
@@ -19692,7 +19720,7 @@ HPMLC_FN void hpmlc_server_add(hpmlc_maker *k, int s)
     const int     all = HPMLC_GROUP_ALL, most = k->p->strategy == HPML_STRATEGY_SSP ? k->p->staleness : INT32_MAX;
     int64_t       push;
     const int64_t floats = hpmlc_server_floats(k, s, &push);
-    hpmlc_acts   *own = &k->role->own;
+    hpmlc_acts   *own = k->own;
     if (k->y->paced) {
         const int wanted = k->p->strategy == HPML_STRATEGY_BACKUP ? k->y->workers - k->p->backup : 0;
         hpmlc_message_add(k, HPMLC_ACT_LISTEN, all, 0, 0, 0);
@@ -19750,15 +19778,18 @@ HPMLC_FN bool hpmlc_programs_make(hpmlc_maker *k)
     hpmlc_play *y = k->y;
     bool        good = true;
     for (int r = 0; r < y->roles; r++) {
-        k->role  = &y->role[r];
-        k->stage = r;
+        k->background = y->role[r].list;
+        k->own        = &y->role[r].list[HPMLC_OWN];
+        k->stage      = r;
         if (r >= y->size[HPML_AXIS_PIPE]) hpmlc_server_add(k, r - y->size[HPML_AXIS_PIPE]);
         else if (k->p->servers > 0) hpmlc_worker_add(k);
         else if (hpmlc_plan_flows(k->p)) hpmlc_flow_add(k);
         else if (k->p->exact || k->p->strategy != HPML_STRATEGY_SYNC) hpmlc_own_add(k);
         else hpmlc_sync_add(k);
-        good     = good && !k->role->own.failed && !k->role->background.failed;
-        y->jobs  = (int)hpmlc_max(y->jobs, k->role->background.jobs);
+        for (int i = 0; i < HPMLC_LISTS; i++) {
+            good    = good && !y->role[r].list[i].failed;
+            y->jobs = (int)hpmlc_max(y->jobs, y->role[r].list[i].jobs);
+        }
     }
     return good;
 }
@@ -20074,10 +20105,9 @@ HPMLC_FN hpmlc_role *hpmlc_play_role(const hpmlc_play *y, int rank) /* the role 
 
 HPMLC_FN void hpmlc_roles_free(hpmlc_role *role, int roles)
 {
-    for (int r = 0; role && r < roles; r++) {
-        free(role[r].own.item);
-        free(role[r].background.item);
-        free(role[r].background.block);
+    for (int i = 0; role && i < roles * HPMLC_LISTS; i++) {
+        free(role[i / HPMLC_LISTS].list[i % HPMLC_LISTS].item);
+        free(role[i / HPMLC_LISTS].list[i % HPMLC_LISTS].block);
     }
     free(role);
 }
@@ -20230,10 +20260,11 @@ HPMLC_FN bool hpmlc_roles_compare(hpmlc_play *y, const hpmlc_kept *kept)
     for (int i = 0; i < y->roles; i++) {
         hpmlc_role       *r = &y->role[i];
         const hpmlc_role *old = &kept->role[i];
-        r->same = hpmlc_acts_same(&r->own, &old->own);
-        r->all  = r->same == r->own.count && r->same == old->own.count &&
-                 r->background.count == old->background.count &&
-                 hpmlc_acts_same(&r->background, &old->background) == r->background.count;
+        r->same = hpmlc_acts_same(&r->list[HPMLC_OWN], &old->list[HPMLC_OWN]);
+        r->all  = true;
+        for (int k = 0; k < HPMLC_LISTS; k++)
+            r->all = r->all && r->list[k].count == old->list[k].count &&
+                     hpmlc_acts_same(&r->list[k], &old->list[k]) == r->list[k].count;
     }
     return true;
 }
@@ -20245,7 +20276,7 @@ HPMLC_FN bool hpmlc_moment_fits(const hpmlc_play *y, const hpmlc_moment *m)
     const hpmlc_actor *actor = hpmlc_moment_actors(y, m);
     if (m->net.state_bytes != y->net.state_bytes) return false;
     for (int r = 0; r < y->unit; r++) {
-        const hpmlc_actor *own = &actor[2 * r + 1];
+        const hpmlc_actor *own = actor + (hpmlc_own_of(y, r) - y->actor);
         const hpmlc_role  *role = hpmlc_play_role(y, own->rank);
         if (!role->all && (m->last || own->step > 0 || own->at >= role->same)) return false;
     }
@@ -20434,8 +20465,8 @@ HPMLC_FN bool hpmlc_acts_are_alike(hpmlc_play *y, hpml_axis axis) /* hpmlc_act_i
 {
     bool alike = true;
     for (int r = 0; r < y->roles; r++)
-        for (int k = 0; k < 2; k++) {
-            const hpmlc_acts *acts = k ? &y->role[r].background : &y->role[r].own;
+        for (int k = 0; k < HPMLC_LISTS; k++) {
+            const hpmlc_acts *acts = &y->role[r].list[k];
             for (int i = 0; i < acts->count && alike; i++) alike = hpmlc_act_is_alike(y, &acts->item[i], axis);
         }
     return alike;
@@ -20465,38 +20496,36 @@ HPMLC_FN void hpmlc_play_fold(hpmlc_play *y)
    groups. False: out of memory. */
 HPMLC_FN bool hpmlc_play_actors(hpmlc_play *y)
 {
-    const size_t n = (size_t)y->unit, ends = (size_t)y->steps * sizeof(double), own = 2 * n * sizeof *y->actor + ends;
+    int streams = 2;
+    for (int r = 0; r < y->roles; r++)
+        if (y->role[r].list[HPMLC_EXPERTS].count > 0) streams = 3;
+    const int    actors = streams * y->unit;
+    const size_t n = (size_t)actors, ends = (size_t)y->steps * sizeof(double), own = n * sizeof *y->actor + ends;
     const size_t askers = (size_t)(y->ranks - y->workers) * (size_t)y->workers * sizeof *y->asker;
-    const size_t paces = y->paced ? n * sizeof *y->pace + askers : 0;
+    const size_t paces = y->paced ? (size_t)y->unit * sizeof *y->pace + askers : 0;
     y->posted = (double *)calloc(2 * n * (size_t)(y->jobs + 1), sizeof(double));
-    if (!hpmlc_sim_open(&y->net, 2 * y->unit, y->network, 2, own + paces) || !y->posted) return false;
+    if (!hpmlc_sim_open(&y->net, actors, y->network, streams, own + paces) || !y->posted) return false;
     y->net.program = hpmlc_play_move;
     y->ends        = (double *)(void *)((char *)y->net.state + y->net.state_bytes - ends);
-    y->actor       = (hpmlc_actor *)(void *)((char *)y->ends - 2 * n * sizeof *y->actor);
+    y->actor       = (hpmlc_actor *)(void *)((char *)y->ends - n * sizeof *y->actor);
     y->ended       = y->posted + n * (size_t)y->jobs;
     if (y->paced) hpmlc_pace_begin(y, (char *)y->actor - paces);
-    for (int i = 0; i < y->unit; i++) {
-        const int   r = i / y->narrow * y->wide + i % y->narrow;
-        hpmlc_role *role = hpmlc_play_role(y, r);
-        y->actor[2 * i].idle     = true;
-        y->actor[2 * i].acts     = &role->background;
-        y->actor[2 * i + 1].acts = &role->own;
-        y->actor[2 * i].rank     = y->actor[2 * i + 1].rank = r;
-        for (int g = 0; g < HPMLC_GROUPS && r < y->workers; g++)
-            y->actor[2 * i].place[g] = y->actor[2 * i + 1].place[g] = hpmlc_group_place(y, g, r);
+    for (int a = 0; a < actors; a++) {
+        const int    i = a / streams, r = i / y->narrow * y->wide + i % y->narrow;
+        hpmlc_actor *actor = &y->actor[a];
+        actor->idle = !hpmlc_is_own(y, a);
+        actor->acts = &hpmlc_play_role(y, r)->list[HPMLC_LISTS - streams + a % streams];
+        actor->rank = r;
+        for (int g = 0; g < HPMLC_GROUPS && r < y->workers; g++) actor->place[g] = hpmlc_group_place(y, g, r);
         for (int g = 0; g < HPMLC_GROUP_ALL; g++) {
             if (r >= y->workers || hpmlc_group_size(y, g) == 1) continue;
-            hpmlc_layouts *l = hpmlc_group_layout(y, g, r);
-            if (!l) return false;
-            y->actor[2 * i].layout[g]     = l;
-            y->actor[2 * i + 1].layout[g] = l;
+            actor->layout[g] = a % streams > 0 ? y->actor[a - 1].layout[g] : hpmlc_group_layout(y, g, r);
+            if (!actor->layout[g]) return false;
         }
+        y->net.clock[a] = y->origin;
     }
-    for (int r = 0; r < y->roles; r++) {
-        hpmlc_acts_choose(y, &y->role[r].own);
-        hpmlc_acts_choose(y, &y->role[r].background);
-    }
-    for (int a = 0; a < 2 * y->unit; a++) y->net.clock[a] = y->origin;
+    for (int r = 0; r < y->roles; r++)
+        for (int i = 0; i < HPMLC_LISTS; i++) hpmlc_acts_choose(y, &y->role[r].list[i]);
     return true;
 }
 
@@ -20527,7 +20556,7 @@ HPMLC_FN hpml_status hpmlc_play_run(hpmlc_play *y, hpmlc_maker *k, bool whole, h
     if (good && !(memo && hpmlc_memo_resume(memo, y))) hpmlc_sim_begin(&y->net);
     if (good) hpmlc_sim_queue(&y->net);
     for (int r = 0; r < y->unit && good; r++)
-        good = !y->net.failed && (y->paced ? !y->going : y->actor[2 * r + 1].step == y->steps);
+        good = !y->net.failed && (y->paced ? !y->going : hpmlc_own_of(y, r)->step == y->steps);
     return good ? HPML_OK : hpmlc_refuse(to, memory, "forecast: no memory for %d ranks", y->unit);
 }
 
@@ -20588,7 +20617,7 @@ HPMLC_FN void hpmlc_forecast_read(const hpmlc_maker *k, hpml_prediction *out)
     const int64_t     all = y->paced ? hpmlc_pace_read(y, out) : y->steps * period;
     int               readers = 0;
     for (int r = 0; r < y->unit && r < y->workers && !y->paced; r++, readers++) {
-        const hpmlc_actor *a = &y->actor[2 * r + 1];
+        const hpmlc_actor *a = hpmlc_own_of(y, r);
         for (int t = 0; t < HPML_TERM_COUNT; t++) out->term_s[t] += a->term[t];
         for (int t = 0; t < 2; t++) out->exposed_link_s[t] += a->link[t];
     }
@@ -20598,8 +20627,11 @@ HPMLC_FN void hpmlc_forecast_read(const hpmlc_maker *k, hpml_prediction *out)
     for (int t = HPML_TERM_UPDATE; t < HPML_TERM_COUNT; t++)
         if (out->term_s[t] > out->term_s[out->decides] || t == HPML_TERM_UPDATE) out->decides = (hpml_term)t;
     if (out->term_s[out->decides] < 0.1 * out->term_s[HPML_TERM_COMPUTE]) out->decides = HPML_TERM_COMPUTE;
-    for (int r = 0; r < y->unit; r++)
-        out->rank_bytes = hpmlc_max(out->rank_bytes, y->net.bytes[2 * r] + y->net.bytes[2 * r + 1]);
+    for (int r = 0, a = 0; r < y->unit; r++) {
+        int64_t sent = 0;
+        for (int i = 0; i < y->net.streams; i++) sent += y->net.bytes[a++];
+        out->rank_bytes = hpmlc_max(out->rank_bytes, sent);
+    }
     out->rank_bytes /= all;
     out->between_bytes = y->net.between / all * (y->ranks / y->unit);
     if (!y->paced) out->step_s = (y->ends[y->steps - 1] - (y->from > 0 ? y->ends[y->from - 1] : y->origin)) / steps;
@@ -20611,7 +20643,7 @@ HPMLC_FN void hpmlc_forecast_read(const hpmlc_maker *k, hpml_prediction *out)
     if (k->p->strategy == HPML_STRATEGY_FEDERATED)
         out->samples_s *= (double)hpmlc_plan_drawn(k->p, y->workers) / shares;
     out->played  = y->unit;
-    out->buckets = y->role[0].background.jobs;
+    out->buckets = y->role[0].list[HPMLC_EXPERTS].jobs + y->role[0].list[HPMLC_BACKGROUND].jobs;
 }
 
 /* Sets up the maker *k and the play *y for a checked plan, and cuts the layers into pieces. hpmlc_play_close and

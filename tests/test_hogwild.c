@@ -237,7 +237,7 @@ static hpml_status solve(void *user, hpml_trainer *t, const hpml_moment *at, int
         if (last) status = hpml_trainer_run_inner(t, samples, loss);
         else status = hpml_trainer_forward_backward(t, 0, samples, 1, false, loss);
         const int32_t *row = hpml_param_rows(e->w, &rows);
-        for (int64_t i = 0; i < rows; i++) e->w->grad[row[i]] += e->gamma * (e->w->data[row[i]] - e->w_0[row[i]]);
+        for (int64_t i = 0; i < rows; i++) e->w->grad[i] += e->gamma * (e->w->data[row[i]] - e->w_0[row[i]]);
         if (!last && status == HPML_OK) status = hpml_trainer_apply_range(t, 0, floats, 1);
     }
     return status;
