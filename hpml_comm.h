@@ -18657,6 +18657,7 @@ HPMLC_FN void hpmlc_play_set(hpmlc_play *y, int a, int group, int to, int from, 
    HPMLC_STRIPES on have no phases; hpmlc_collect_move makes their rounds. */
 HPMLC_FN void hpmlc_collect_begin(hpmlc_play *y, int a, const hpmlc_act *act)
 {
+    static const hpmlc_kind *const single[] = { NULL, &hpmlc_ring_scatter, &hpmlc_ring_gather, &hpmlc_tree_down };
     hpml_comm      *c  = &y->actor[a].layout[act->group]->c;
     const int       me = y->actor[a].place[act->group];
     hpml_algorithm  algorithm = act->algorithm;
@@ -18666,13 +18667,8 @@ HPMLC_FN void hpmlc_collect_begin(hpmlc_play *y, int a, const hpmlc_act *act)
         if (algorithm == HPML_AUTO) algorithm = hpml_comm_choose(c, act->n * (int64_t)act->size);
         if (algorithm == HPML_ALGORITHM_NONE) y->net.failed = true;
         hpmlc_phases_make(&all, algorithm, c->size, c->per_node, c->spread, me, act->n);
-    }
-    if (act->collective == HPMLC_REDUCE_SCATTER)
-        hpmlc_phases_single(&all, &hpmlc_ring_scatter, c->size, me, 0, act->n);
-    if (act->collective == HPMLC_ALLGATHER)
-        hpmlc_phases_single(&all, &hpmlc_ring_gather, c->size, me, 0, act->n);
-    if (act->collective == HPMLC_BROADCAST)
-        hpmlc_phases_single(&all, &hpmlc_tree_down, c->size, me, act->peer, act->n);
+    } else if (act->collective <= HPMLC_BROADCAST) /* .peer is 0 but for the root of a broadcast */
+        hpmlc_phases_single(&all, single[act->collective], c->size, me, act->peer, act->n);
     if (act->collective == HPMLC_MIX && act->peer == HPML_TOPOLOGY_PAIRS)
         y->actor[a].partner = hpmlc_partner(c->size, y->seed, y->actor[a].step + 1, me);
     hpmlc_sim_set_phases(&y->net, a, &all);
