@@ -7237,6 +7237,7 @@ HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const h
     for (int k = start + (int)pass->from; k < start + pass->to && status == HPML_OK; k++) {
         const hpmli_entry *e = &p->entries[k];
         g->entry = k;
+        if (g->ctx->status != HPML_OK) break; /* an op has set an error, and returned HPML_OK */
         if (!HPMLI_TRAINS) {
             status = hpmli_run_node(g, run, e->node, HPMLI_FORWARD);
             continue;
@@ -7260,6 +7261,7 @@ HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const h
         case HPMLI_MOVES: break;
         }
     }
+    if (status == HPML_OK) status = g->ctx->status;
     if (HPMLI_TRAINS && status != HPML_OK) hpmli_swap_wait(g, INT64_MAX);
     return status;
 }
