@@ -126,15 +126,14 @@ static __global__ __launch_bounds__(256) void k5_tensor_cores(int n, const __nv_
    two warpgroups, the consumers, multiply: each 64 of the tile's 128 rows with all 256 columns, its sums in 128
    registers of each thread. A stage is a tile of A, 128 x 64, and one of B, 64 x 256: 48 KiB.
 
-       memory --TMA--> [stage 0][stage 1][stage 2][stage 3] --wgmma--> registers --> C
-                         |^       |^       |^       |^
-          full[s]: its   ||       ||       ||       ||   empty[s]: all 8 warps of the consumers
-          bytes are here v|       v|       v|       v|   have read stage s; it may be filled again
+       memory --TMA--> [stage 0]  [stage 1]  [stage 2]  [stage 3] --wgmma--> registers --> C
+                        full[0]    full[1]    full[2]    full[3]   complete: its 48 KiB are there, to be multiplied
+                        empty[0]   empty[1]   empty[2]   empty[3]  complete: 8 warps have read it, it may be filled
 
-       producer   fill 0   fill 1   fill 2   fill 3   wait empty[0]   fill 0   wait empty[1]   fill 1 ...
-       consumers  wait full[0]   multiply 0   wait full[1]   multiply 1, arrive at empty[0]   wait full[2] ...
+       producer   | fill 0 | fill 1 | fill 2 | fill 3 | wait for empty[0] | fill 0 | wait for empty[1] | fill 1 ...
+       consumers  | wait for full[0] | multiply 0 | wait for full[1] | multiply 1, free 0 | wait for full[2] ...
 
-   The barriers are used once in each round of the ring. A barrier's phases have parity 0, 1, 0, ...: in round r the
+   Each barrier is used once in a round of the ring. Its phases have parity 0, 1, 0, ...: in round r the
    consumers wait for parity r & 1 of full[s], the producer for the phase before, (r & 1) ^ 1, of empty[s]. A new
    barrier counts as one whose phase of parity 1 is complete, so that the first round waits for no consumer.
 
@@ -153,7 +152,7 @@ static __global__ __launch_bounds__(256) void k5_tensor_cores(int n, const __nv_
 #define TILE_M 128
 #define TILE_N 256
 #define TILE_K 64 /* numbers of bf16 in 128 bytes, the width of the swizzle */
-#define STAGES 4
+#define STAGES 4 /* at least 2, because a stage is free one step after its own */
 #define BAND 16 /* blocks that run at once share 16 rows of tiles: together they read the fewest rows and columns */
 #define A_BYTES (TILE_M * TILE_K * 2)
 #define BOX_BYTES (TILE_K * 64 * 2) /* B's tile is four boxes of 64 columns */

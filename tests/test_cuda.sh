@@ -175,6 +175,16 @@ says '^CPU, f32: ' 0 $gpt2 --cpu
 says '--precision bf16: on the CPU f32 only' 2 $gpt2 --precision bf16 --cpu
 example tour/9_own_gradients -I"$tmp/toolkit"
 says "^2 GPUs: the mean of 50 steps has errors up to 0[.][01]" 0 env CUDA_ON_CPU_DEVICES=2 "$tmp/9_own_gradients"
+# The ladder with all its rungs, its launches those of cuda_on_cpu.h.
+mkdir -p "$tmp/ladder"
+for name in cublas_v2 cuda cuda_bf16 cuda_runtime mma; do : >"$tmp/ladder/$name.h"; done
+sed 's/^#ifndef HPML_CUDA_ON_CPU.*/#if 1/; s/RING_BYTES>>>(/RING_BYTES, 0, /; s/>>>(/, 0, 0, /
+    s/\(k[a-z0-9_]*\(<[a-z]*>\)*\)<<</HPMLG_LAUNCH((\1), /' examples/ladder_matmul.cu >"$tmp/ladder/ladder.cu"
+try ${CXX:-c++} -x c++ -std=c++17 -O1 -Wall -Wextra -Werror -fno-strict-aliasing -DHPML_CUDA_ON_CPU -I"$tmp/ladder" \
+    -Iexamples -include tests/emulator/ladder_on_cpu.h "$tmp/ladder/ladder.cu" -o "$tmp/ladder/ladder"
+says '^8  *cuBLAS bf16 ' 0 "$tmp/ladder/ladder" --size 128
+says '^6  *Hopper .* [0-9.]*e[-+][0-9]*$' 0 "$tmp/ladder/ladder" --size 384 --rung 6
+says 'Hopper  *skipped: wgmma is for Hopper alone' 0 env CUDA_ON_CPU_MAJOR=8 "$tmp/ladder/ladder" --size 128 --rung 6
 [ -s build/nvcc.found ] || { skip 20 'no nvcc'; finish; }
 
 found=$(cat build/nvcc.found) nvcc=${found%% *} libs= options=

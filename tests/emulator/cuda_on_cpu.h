@@ -327,6 +327,7 @@ struct state {
         if (const char *s = getenv("CUDA_ON_CPU_UNORDERED")) unordered = s;
         if (const char *s = getenv("CUDA_ON_CPU_SMS")) sms = atoi(s);
         if (const char *s = getenv("CUDA_ON_CPU_DEVICES")) devices = atoi(s);
+        if (const char *s = getenv("CUDA_ON_CPU_MAJOR")) major = atoi(s);
         streams.push_back(null_stream);
     }
     ~state()

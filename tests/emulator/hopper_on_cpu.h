@@ -99,6 +99,7 @@ struct hopper_block {
     unsigned                         registers[max_threads / 128];
 };
 inline std::unique_ptr<hopper_block> hopper;
+inline long products_issued = 0;                /* by all warps of all blocks; for tests */
 
 inline unsigned block_registers(void) { return std::min(65536 / all.threads / 8 * 8, 255u); }
 inline bool     by_chance(void) { return all.order == 1 || (all.order > 1 && draw(&all.random) & 1); }
@@ -297,6 +298,7 @@ inline void product_issue(void **ios, int line)
         if (w.d[l] != static_cast<product_io *>(ios[l])->d)
             error("wgmma (line %d): other sums while products are in flight are not emulated", line);
     product_begins(first->p, lanes, line);
+    products_issued++;
     sums_poison(w);
     w.list.push_back(first->p);
     if (by_chance()) products_compute(w, lanes->warp, w.list.size());

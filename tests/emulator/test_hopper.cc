@@ -256,6 +256,7 @@ struct product {
         if (planted == MAP_SWIZZLE_64) mapB.swizzle = CU_TENSOR_MAP_SWIZZLE_64B;
         cudaFuncSetAttribute(k6_hopper, cudaFuncAttributeMaxDynamicSharedMemorySize, RING_BYTES);
         cuda_on_cpu_order(order);
+        emu::products_issued = 0;
         HPMLG_LAUNCH(k6_hopper, blocks, 384, RING_BYTES, (cudaStream_t)0, m, n, k, mapA, mapB, C);
         if (cudaDeviceSynchronize() || cudaGetLastError()) return false;
         cudaMemcpy(c.data(), C, c.size() * 4, cudaMemcpyDeviceToHost);
@@ -276,13 +277,14 @@ TEST(rung_6_multiplies_matrices_of_any_shape)
         { 1, 264, 72, 2 },      /* a row, and a little of a second tile and of a second step */
         { 129, 520, 328, 2 },   /* three tiles a block, the last ones of a few rows and columns */
         { 200, 248, 1000, 5 },  /* more blocks than tiles */
-        { 2200, 16, 64, 3 },    /* 18 rows of tiles: more than a band */
+        { 2200, 264, 16, 3 },   /* 18 rows of tiles: more than a band */
     };
     planted = SOUND;
     for (const auto &s : shapes) {
         product p(s.m, s.n, s.k);
+        long    steps = (s.m + 127) / 128 * ((s.n + 255) / 256) * ((s.k + 63) / 64); /* four products of eight warps */
         for (unsigned order = 0; order < 4; order++)
-            if (!p.is_right(s.blocks, order))
+            if (!p.is_right(s.blocks, order) || emu::products_issued != steps * 4 * 8)
                 printf("    (%d, %d, %d) in order %u\n", s.m, s.n, s.k, order), test_failed = 1;
     }
 }
