@@ -100,7 +100,7 @@ static __device__ void wgmma_64x256x16(float (&d)[128], uint64_t a, uint64_t b, 
 
 /* Where a tile lies in shared memory, with the 128-byte swizzle: bits 0-13 are its address, 16-29 and 32-45 two
    distances, all three in units of 16 bytes, bits 62-63 the swizzle (1: 128 bytes). Its rows are 64 numbers.
-   Of a (rows along k): stride leads from 8 rows to the next 8; leading has no meaning. Of b (rows along n): leading
+   Of a (rows along k): stride leads from 8 rows to the next 8; leading is not used, 16. Of b (rows along n): leading
    leads from 64 columns to the next 64, stride from 8 rows to the next 8. */
 static inline __device__ uint64_t tile_descriptor(unsigned at, unsigned leading, unsigned stride)
 {

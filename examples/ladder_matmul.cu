@@ -200,7 +200,7 @@ static __device__ void k6_consume(int m, int n, int steps, float *C, unsigned ch
             barrier_wait(&full[s], i / STAGES & 1);
             wgmma_fence();
             for (int k = 0; k < TILE_K; k += 16) /* 16 numbers of each row of A, 16 rows of B */
-                wgmma_64x256x16(d, tile_descriptor(a + 2 * k, 0, 8 * 128),
+                wgmma_64x256x16(d, tile_descriptor(a + 2 * k, 16, 8 * 128),
                                 tile_descriptor(b + 128 * k, BOX_BYTES, 8 * 128), step + k > 0);
             wgmma_commit();
             wgmma_wait<1>(); /* the step before is done, and this one goes on */

@@ -23,7 +23,7 @@ static bool    is_producer(void) { return threadIdx.x < 128; }
 
 static uint64_t tile_with_mistakes(unsigned at, unsigned leading, unsigned stride)
 {
-    bool of_b = leading != 0;
+    bool of_b = leading > 16;
     if (planted == STRIDE_OF_A_HALF && !of_b) stride /= 2;
     if (planted == STRIDE_OF_A_DOUBLE && !of_b) stride *= 2;
     if (planted == STRIDE_OF_B_DOUBLE && of_b) stride *= 2;
@@ -172,7 +172,7 @@ static __global__ void k_product(float *y, const unsigned short *a, const unsign
     __syncthreads();
     wgmma_fence();
     for (int add = 0; add < 2; add++)
-        wgmma_64x256x16(d, tile_descriptor(at + 32, 0, 1024),
+        wgmma_64x256x16(d, tile_descriptor(at + 32, 16, 1024),
                         tile_descriptor(at + 64 * 64 * 2 + 1024, 64 * 64 * 2, 1024), add);
     wgmma_commit();
     wgmma_wait<0>();
