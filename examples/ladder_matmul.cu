@@ -119,7 +119,7 @@ static __global__ __launch_bounds__(256) void k5_tensor_cores(int n, const __nv_
 
 /* 6. Hopper. Tensor cores that read tiles from shared memory by themselves (wgmma), and an engine that copies tiles
    there (TMA). The limit is operations over peak: 2 n^3 over 989 TFLOP/s, 0.139 ms for n = 4096. The warps of rung 5
-   load every fragment into registers before mma.sync multiplies it, and reach about 60 % of that at best. Here one
+   load every fragment into registers before mma.sync multiplies it, and reach about 60 % of the peak at best. Here one
    instruction of 128 threads, a warpgroup, multiplies 64 x 256 x 16, and no thread touches A or B.
 
    A block has three warpgroups. One thread of the first is the producer: it starts copies, 4 stages ahead. The other
@@ -153,7 +153,7 @@ static __global__ __launch_bounds__(256) void k5_tensor_cores(int n, const __nv_
 #define TILE_N 256
 #define TILE_K 64 /* numbers of bf16 in 128 bytes, the width of the swizzle */
 #define STAGES 4 /* at least 2, because a stage is free one step after its own */
-#define BAND 16 /* blocks that run at once share 16 rows of tiles: together they read the fewest rows and columns */
+#define BAND 16 /* rows of tiles that are computed together: 132 blocks then cover a square of C and read the least */
 #define A_BYTES (TILE_M * TILE_K * 2)
 #define BOX_BYTES (TILE_K * 64 * 2) /* B's tile is four boxes of 64 columns */
 #define STAGE_BYTES (A_BYTES + 4 * BOX_BYTES)
@@ -161,6 +161,7 @@ static __global__ __launch_bounds__(256) void k5_tensor_cores(int n, const __nv_
 
 #if !defined __CUDA_ARCH__ || defined __CUDA_ARCH_FEAT_SM90_ALL
 static __device__ int k6_compiled = 1;
+
 /* Row and column of a tile's first element. Bands of 16 rows of tiles, and in a band column after column. */
 static __device__ int2 tile_corner(int tile, int rows, int columns)
 {
@@ -168,6 +169,7 @@ static __device__ int2 tile_corner(int tile, int rows, int columns)
     return make_int2((band + at % height) * TILE_M, at / height * TILE_N);
 }
 
+/* One thread: fills stage after stage, for all tiles of this block, whenever the consumers have freed one. */
 static __device__ void k6_produce(int rows, int columns, int steps, const CUtensorMap *A, const CUtensorMap *B,
                                   unsigned char *ring, uint64_t *full, uint64_t *empty)
 {
@@ -185,6 +187,8 @@ static __device__ void k6_produce(int rows, int columns, int steps, const CUtens
     }
 }
 
+/* Two warpgroups: four products a stage, of 16 numbers along k each. While they run, those of the stage before end,
+   and that stage is free. */
 static __device__ void k6_consume(int m, int n, int steps, float *C, unsigned char *ring, uint64_t *full,
                                   uint64_t *empty)
 {

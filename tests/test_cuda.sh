@@ -263,7 +263,7 @@ else
     if [ -z "$dump" ]; then skip 1 'no cuobjdump'
     else
         PATH="${dump%/*}:$PATH" "$dump" -sass "$tmp/ladder.o" >"$tmp/sass" 2>"$tmp/err"
-        for word in HGMMA.64x256x16.F32.BF16 UTMALDG.2D SYNCS.PHASECHK USETMAXREG; do
+        for word in 'HGMMA.64x256x16.F32.BF16 .*tnspB' 'DEPBAR.LE gsb0, 0x1' UTMALDG.2D SYNCS.PHASECHK USETMAXREG; do
             grep -q "$word" "$tmp/sass" || echo "no $word" >>"$tmp/err"
         done
         if [ ! -s "$tmp/err" ]; then ok; else bad "the ladder's machine code for Hopper"; fi

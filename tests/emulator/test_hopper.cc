@@ -97,6 +97,19 @@ static const int picture[8][8] = {
     { 0, 1, 2, 3, 4, 5, 6, 7 }, { 1, 0, 3, 2, 5, 4, 7, 6 }, { 2, 3, 0, 1, 6, 7, 4, 5 }, { 3, 2, 1, 0, 7, 6, 5, 4 },
     { 4, 5, 6, 7, 0, 1, 2, 3 }, { 5, 4, 7, 6, 1, 0, 3, 2 }, { 6, 7, 4, 5, 2, 3, 0, 1 }, { 7, 6, 5, 4, 3, 2, 1, 0 } };
 
+TEST(the_swizzle_spreads_each_piece_of_eight_rows_over_all_banks)
+{
+    for (unsigned p = 0; p < 8; p++) {
+        unsigned places = 0;
+        for (unsigned row = 0; row < 8; row++) {
+            unsigned at = emu::swizzled(4096 + row * 128 + p * 16, 3), place = at % 128 / 16;
+            ENSURE(at / 128 == 32 + row && picture[row][place] == (int)p);
+            places |= 1u << place; /* four of the 32 banks */
+        }
+        ENSURE(places == 0xff);
+    }
+}
+
 static __global__ void k_box(unsigned short *y, CUtensorMap map, int column, int row)
 {
     unsigned short *to = reinterpret_cast<unsigned short *>(shared_ring()); /* 16 rows of 64 */
@@ -279,11 +292,12 @@ TEST(rung_6_multiplies_matrices_of_any_shape)
         { 200, 248, 1000, 5 },  /* more blocks than tiles */
         { 2200, 264, 16, 3 },   /* 18 rows of tiles: more than a band */
     };
+    const unsigned orders = getenv("HPML_TEST_ALL") ? 16 : 4;
     planted = SOUND;
     for (const auto &s : shapes) {
         product p(s.m, s.n, s.k);
         long    steps = (s.m + 127) / 128 * ((s.n + 255) / 256) * ((s.k + 63) / 64); /* four products of eight warps */
-        for (unsigned order = 0; order < 4; order++)
+        for (unsigned order = 0; order < orders; order++)
             if (!p.is_right(s.blocks, order) || emu::products_issued != steps * 4 * 8)
                 printf("    (%d, %d, %d) in order %u\n", s.m, s.n, s.k, order), test_failed = 1;
     }
