@@ -294,7 +294,8 @@ struct state {
     /* the block that runs */
     const char *kernel = nullptr;
     const std::function<void()> *body = nullptr;
-    char       *shared = nullptr;
+    char       *shared = nullptr;                   /* dynamic shared memory, and its bytes */
+    size_t      shared_bytes = 0;
     thread     *self = nullptr;                     /* NULL: no kernel runs */
     unsigned    threads = 0, warps = 0, warp_now = 0, ready = 0, live = 0, arrived = 0, votes = 0, verdict = 0;
     thread     *first_arrived = nullptr, *first_exit = nullptr;
@@ -303,6 +304,7 @@ struct state {
     thread      thread_of[max_threads];
     warp        warp_of[max_threads / 32];
     fiber       host, *now = nullptr, *idle = nullptr, *spent = nullptr;
+    void      (*block_begins)(void) = nullptr, (*block_ends)(void) = nullptr, (*thread_ends)(void) = nullptr;
     std::vector<fiber *> fibers;
 
     /* the runtime */
@@ -325,6 +327,7 @@ struct state {
         if (const char *s = getenv("CUDA_ON_CPU_UNORDERED")) unordered = s;
         if (const char *s = getenv("CUDA_ON_CPU_SMS")) sms = atoi(s);
         if (const char *s = getenv("CUDA_ON_CPU_DEVICES")) devices = atoi(s);
+        if (const char *s = getenv("CUDA_ON_CPU_MAJOR")) major = atoi(s);
         streams.push_back(null_stream);
     }
     ~state()
@@ -538,6 +541,7 @@ EMU_FN void thread_exit(void)
     }
     if (!t->copies.empty())
         error("exits with %zu asynchronous copies that it has not waited for", t->copies.size());
+    if (all.thread_ends) all.thread_ends();
     w.live &= ~bit;
     t->op   = "exit";
     t->copies.clear(), t->groups.clear();
@@ -612,6 +616,7 @@ EMU_FN void block_run(void)
         all.warp_of[i].live = all.warp_of[i].ready = full >> (32 - lanes);
         all.warp_of[i].waiting = 0;
     }
+    if (all.block_begins) all.block_begins();
     all.warp_now = choose(all.ready);
     thread *first = pick();
     first->on = fiber_take();
@@ -620,6 +625,7 @@ EMU_FN void block_run(void)
     block_begin();
     fiber_switch(&all.host, first->on);
     all.self = nullptr;
+    if (all.block_ends && !all.ended) all.block_ends();
     if (all.ended) fibers_reset();
     block_end();
 }
@@ -638,10 +644,11 @@ EMU_FN void grid_run(const launch_of &l)
     const uint64_t blocks = (uint64_t)g.x * g.y * g.z;
     void          *shared = nullptr;
     grid_begin();
-    if (posix_memalign(&shared, 128, l.shared)) perror("cuda_on_cpu: shared memory"), abort();
+    if (posix_memalign(&shared, 1024, l.shared)) perror("cuda_on_cpu: shared memory"), abort();
     all.kernel = l.name;
     all.body   = &l.body;
     all.shared = static_cast<char *>(shared);
+    all.shared_bytes = l.shared;
     all.ended  = false;
     all.random = all.order;
     all.threads = b.x * b.y * b.z;
