@@ -23650,6 +23650,7 @@ HPMLI_FN bool hpmli_cpu_has_byte_dot(const hpmli_kernels *k)
 #endif /* HPML_IMPLEMENTATION */
 
 // CHANGES, the newest first
+//     0.1.0   sparse tables: row k of `grad` belongs to row k of hpml_param_rows; memory for a step's rows alone
 //     0.1.0   HPML_NO_CONVOLUTION, HPML_NO_SEQUENCES: programs without groups of ops; HPML_NO_TRAINING: no losses
 //     0.1.0   hpml_metrics.auc; smaller programs with HPML_NO_TRAINING; products of small models take less memory
 //     0.1.0   hpml_fit_desc: validation, early stopping, checkpoints, a log; hpml_model_save and _load; own data
