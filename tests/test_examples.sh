@@ -339,6 +339,14 @@ for kind in llama qwen2 mistral; do
         / %/ && (at, \$1) in want { d = want[at, \$1] - \$2; bad += !(d * d < 1e-8); found++ }
         END { exit bad || n != 24 || found != n }" tests/llama_golden.txt "$tmp/out"'
 done
+# Written token by token, then read as a prompt in blocks: after each token the same one is the likeliest.
+build/41_llama "$tmp/qwen2" --ids 7 --length 60 --temperature 0 >"$tmp/written" 2>&1
+ids=$(awk 'NF == 0 { exit } { print }' "$tmp/written")
+build/41_llama "$tmp/qwen2" --ids "$ids" --length 0 --top 1 >"$tmp/out" 2>&1
+check "a prompt that is read in blocks is followed by what was written token by token" \
+    '[ $? -eq 0 ] && [ $(echo $ids | wc -w) -gt 33 ] && awk -v ids="$(echo $ids)" "
+        BEGIN { n = split(ids, id, \" \") } / %/ && k + 2 <= n { k++; bad += \$1 != id[k + 1] }
+        END { exit bad || k != n - 1 }" "$tmp/out"'
 cp tests/bpe/vocab.json tests/bpe/merges.txt "$tmp/llama"
 fits timeout 60 build/41_llama "$tmp/llama" --prompt "The gradients" --length 12
 check "a text by a model of the Llama family" \
