@@ -491,12 +491,12 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m);
 HPML_API bool        hpml_test(hpml_comm *c, hpml_message *m);
 /* Waits until one of m[0] to m[count - 1] is done and returns its index. If several are done, takes the one that
    arrived first, and of equal ones the first in the list (with THREADS without links, and with MPI, arrivals are not
-   known, so the list decides). NULL entries are skipped; before the next call replace the entry that is done, which
-   would be found again, by NULL or begin its message again. Returns -1 when `seconds` of hpml_comm_now have passed; 0:
-   does not wait; negative: waits for the deadline of the communicator, which is an error. Also returns -1 after an
-   error, which is on the context: then all messages of the list are given up, as by hpml_wait, and their structs and
-   arrays may be reused. A server with one thread posts one small receive for each peer, waits for any of these
-   receives, answers, and posts that receive again. */
+   known, so the list decides). NULL entries are skipped, a list of nothing else is an error; before the next call
+   replace the entry that is done, which would be found again, by NULL or begin its message again. Returns -1 when
+   `seconds` of hpml_comm_now have passed; 0: does not wait; negative: waits for the deadline of the communicator, which
+   is an error. Also returns -1 after an error, which is on the context: then all messages of the list are given up, as
+   by hpml_wait, and their structs and arrays may be reused. A server with one thread posts one small receive for each
+   peer, waits for any of these receives, answers, and posts that receive again. */
 HPML_API int         hpml_wait_any(hpml_comm *c, hpml_message *const *m, int count, double seconds);
 
 /* A transport moves messages between ranks; collectives and all that stands on them are written once over this table.
