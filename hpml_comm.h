@@ -18403,15 +18403,15 @@ typedef enum hpmlc_act_kind { /* words after a point are fields of hpmlc_act */
     HPMLC_ACT_SEND, HPMLC_ACT_RECEIVE, /* .n bytes to, or from, the rank at position .peer of .group */
     HPMLC_ACT_COLLECT, /* takes part in the collective .collective of the ranks of .group */
     HPMLC_ACT_POST,    /* lets the background .by begin its next job */
-    HPMLC_ACT_WAIT,    /* waits for job number .peer of this step of the background .by */
+    HPMLC_ACT_WAIT,    /* waits for job number .peer, of the step .ahead of this one, of the background .by */
     HPMLC_ACT_LISTEN, HPMLC_ACT_TAKE, HPMLC_ACT_ANSWER, /* of servers: see >>play-servers */
     HPMLC_ACT_END      /* ends the step; in the background's list: ends the job */
 } hpmlc_act_kind;
 
 typedef enum hpmlc_collective { /* words after a point are fields of hpmlc_act */
     HPMLC_ALLREDUCE, HPMLC_REDUCE_SCATTER, HPMLC_ALLGATHER, HPMLC_BROADCAST, /* .n elements of .size bytes */
-    HPMLC_STRIPES,     /* all to all: each rank sends another block, .n bytes or block .blocks, to each other rank */
-    HPMLC_SUMS,        /* each rank sends its own block, .n bytes or block .blocks, to all other ranks */
+    HPMLC_STRIPES,     /* all to all: each rank sends to each other rank that one's block (.blocks, or .n bytes) */
+    HPMLC_SUMS,        /* each rank sends its own block (.blocks, or .n bytes) to all other ranks */
     HPMLC_MIX,         /* hpml_mix: each rank sends .n bytes to its neighbours in the hpml_topology .peer */
     HPMLC_PASSES,      /* in each of .peer rounds each rank sends .n bytes to the next one */
     HPMLC_SHIFTS       /* a sum of few numbers: in round r each rank sends .n bytes to the rank 2^r on */
@@ -18950,8 +18950,8 @@ HPMLC_FN void hpmlc_actor_waited(hpmlc_play *y, int a, const hpmlc_act *act, dou
     actor->link[far] += act->term == HPML_TERM_BUBBLE ? 0 : seconds;
 }
 
-/* Act WAIT of own thread a: true if the background has ended job number act->peer of this step; the thread's clock is
-   then at least the job's end. False: it has not, and a becomes idle until it has. */
+/* Act WAIT of own thread a: true if the job that it waits for has ended; the thread's clock is then at least the job's
+   end. False: it has not, and a becomes idle until it has. */
 HPMLC_FN bool hpmlc_job_over(hpmlc_play *y, int a, const hpmlc_act *act)
 {
     const int         by = hpmlc_actor_of(y, a, act->by);
@@ -19035,7 +19035,7 @@ HPMLC_FN bool hpmlc_act_is_drawn(const hpmlc_play *y, int a, const hpmlc_act *ac
 }
 
 /* Performs the acts of actor a until one sends or receives a message, which becomes the actor's current move. False:
-   the actor's acts are over, or it waits for the other actor of its rank, or it listens. */
+   the actor's acts are over, or it waits for another actor of its rank, or it listens. */
 HPMLC_FN bool hpmlc_play_move(hpmlc_sim *s, int a)
 {
     hpmlc_play      *y = hpmlc_play_of(s);
@@ -19111,9 +19111,11 @@ typedef struct hpmlc_maker {
     int64_t                *floats;   /* (layers) for each bucket: the floats of its gradients */
     int                     buckets, posted, stepped; /* buckets of a step: all; posted; updated by optimizer */
     int                     stats;    /* number of the job that adds up losses; -1: not posted in this step */
-    int                     slot[2], slot_job[2], used[2], clock; /* shard 3: the bucket whose values each slot has,
-                                         -1: none; the job that gathers them; .clock at the slot's last use; count of
-                                         layers that have needed a bucket */
+    int                     slot[2], slot_job[2], used[2]; /* shard 3: the bucket whose values each slot has, -1: none;
+                                         the job that gathers them; .clock at the slot's last use */
+    int                     gradient[2], sent[2]; /* shard 2, 3: the bucket whose gradients each slot has, -1: none;
+                                         .clock when their exchange was posted, 0: it was not */
+    int                     clock;    /* count of uses of slots */
 } hpmlc_maker;
 
 HPMLC_FN int64_t hpmlc_layer_part(const hpmlc_maker *k, int i) /* parameters of layer i on a rank that has the layer */
@@ -19278,6 +19280,9 @@ HPMLC_FN bool hpmlc_packed_add(const hpmlc_maker *k, int i, int64_t *block)
     return true;
 }
 
+/* Returns whether each exchange is awaited where it begins, because it runs in the rank's own thread. */
+HPMLC_FN bool hpmlc_waits_at_once(const hpmlc_maker *k) { return k->p->shard > 1 && k->p->no_overlap; }
+
 /* Adds the job that exchanges the gradients of bucket b: with plan.shard their reduce-scatter, else their allreduce or,
    with a codec, the exchange of packed gradients. */
 HPMLC_FN void hpmlc_bucket_add(hpmlc_maker *k, int b)
@@ -19303,6 +19308,9 @@ HPMLC_FN void hpmlc_bucket_add(hpmlc_maker *k, int b)
     if (packed && whole) hpmlc_allreduce_add(k, acts, group, 1, sizeof(int64_t), HPML_TERM_DATA);
     if (plain > 0) hpmlc_allreduce_add(k, acts, group, plain, sizeof(float), HPML_TERM_DATA);
     k->job[b] = hpmlc_job_add(k, group);
+    if (hpmlc_waits_at_once(k)) hpmlc_await_add(k, k->job[b]);
+    for (int s = 0; s < 2; s++)
+        if (k->gradient[s] == b) k->sent[s] = ++k->clock;
 }
 
 HPMLC_FN void hpmlc_stats_add(hpmlc_maker *k)
@@ -19341,7 +19349,8 @@ HPMLC_FN void hpmlc_shard_steps_add(hpmlc_maker *k, int to)
         hpmlc_compute_add(k, hpmlc_update_seconds(k, (double)n / hpmlc_group_size(k->y, group)), HPML_TERM_UPDATE);
         if (k->p->shard == 3) continue;
         hpmlc_collect_add(k, hpmlc_background_list(k, group), group, HPMLC_ALLGATHER, n, sizeof(float), HPML_TERM_DATA);
-        hpmlc_job_add(k, group);
+        const int job = hpmlc_job_add(k, group);
+        if (hpmlc_waits_at_once(k)) hpmlc_await_add(k, job);
     }
 }
 
@@ -19386,13 +19395,24 @@ HPMLC_FN void hpmlc_factors_multiply_add(hpmlc_maker *k)
     }
 }
 
-/* Adds the acts that follow when the backward pass has made the gradient of layer i final: exchanges of buckets that
-   are complete now and, if hpmlc_steps_early, the optimizer's steps for the buckets before. */
+/* Counts, for each bucket, how many of its gradients are not yet final: all. */
+HPMLC_FN void hpmlc_left_reset(hpmlc_maker *k)
+{
+    for (int b = 0; b < k->buckets; b++) k->left[b] = 0;
+    for (int i = 0; i < k->f->layers; i++)
+        if (k->bucket[i] >= 0) k->left[k->bucket[i]]++;
+    k->posted = 0;
+}
+
+/* Adds the acts that follow when a backward pass has made the gradient of layer i final: exchanges of buckets that are
+   complete now and, if hpmlc_steps_early, the optimizer's steps for the buckets before. With shard 2 and 3 each
+   micro-batch of a pipeline has its own exchanges. */
 HPMLC_FN void hpmlc_gradient_add(hpmlc_maker *k, int i)
 {
     if (!hpmlc_exchanges(k)) return;
     if (hpmlc_sends_factors(k, i) && !k->p->no_overlap) hpmlc_factors_gather_add(k, i);
     if (k->bucket[i] < 0) return;
+    if (k->p->shard > 1 && k->posted == k->buckets) hpmlc_left_reset(k);
     k->left[k->bucket[i]]--;
     if (k->p->delayed || (k->p->no_overlap && k->p->shard < 2)) return;
     if (hpmlc_steps_early(k) && k->stats < 0) hpmlc_stats_add(k);
@@ -19413,6 +19433,7 @@ HPMLC_FN int hpmlc_fetch_add(hpmlc_maker *k, int b, int keep)
         if (k->slot[s] == b) return s;
     if (k->buckets == 1) slot = 0;
     if (keep >= 0 && k->slot[slot] == keep) slot = !slot;
+    hpmlc_await_add(k, k->slot_job[slot]);
     k->slot[slot] = b;
     k->used[slot] = k->clock;
     const int group = hpmlc_bucket_group(k, b);
@@ -19422,23 +19443,40 @@ HPMLC_FN int hpmlc_fetch_add(hpmlc_maker *k, int b, int keep)
     return slot;
 }
 
-/* With shard 3, before layer i computes: adds the job that gathers its bucket's values, then that of the next bucket in
-   the direction `step` (1 forward, -1 backward), and awaits the first job. In the backward pass the gradients of bucket
-   b take the memory of those of bucket b - 2, whose exchange is therefore awaited, too. */
+/* Gives the gradients of bucket b a slot before the backward pass adds to them: its slot of the micro-batch before, or
+   a free one, or the one whose exchange was posted first; that exchange is awaited. */
+HPMLC_FN void hpmlc_gradient_slot_add(hpmlc_maker *k, int b)
+{
+    int slot = -1;
+    for (int s = 0; s < 2 && s < k->buckets; s++) {
+        const bool incomplete = k->gradient[s] >= 0 && k->sent[s] == 0;
+        if (incomplete && k->gradient[s] == b) return;
+        if (!incomplete && (slot < 0 || k->gradient[s] == b || (k->gradient[slot] != b && k->sent[s] < k->sent[slot])))
+            slot = s;
+    }
+    if (slot < 0) return;
+    if (k->gradient[slot] >= 0) hpmlc_await_add(k, k->job[k->gradient[slot]]);
+    k->gradient[slot] = b;
+    k->sent[slot]     = 0;
+}
+
+/* With shard 2 and 3, before layer i computes: with 3 adds the job that gathers its bucket's values, then that of the
+   next bucket in the direction `step` (1 forward, -1 backward), and awaits the first job; in the backward pass gives
+   the bucket's gradients a slot. */
 HPMLC_FN void hpmlc_need_add(hpmlc_maker *k, int i, int step)
 {
     const int b = k->bucket[i];
-    if (k->p->shard < 3 || !hpmlc_exchanges(k) || b < 0) return;
+    if (k->p->shard < 2 || !hpmlc_exchanges(k) || b < 0) return;
     k->clock++;
-    const int slot = hpmlc_fetch_add(k, b, -1);
+    const int slot = k->p->shard > 2 ? hpmlc_fetch_add(k, b, -1) : 0;
     k->used[slot] = k->clock;
-    for (int j = i + step; j >= 0 && j < k->f->layers && !k->p->no_overlap; j += step) {
+    for (int j = i + step; j >= 0 && j < k->f->layers && k->p->shard > 2 && !k->p->no_overlap; j += step) {
         if (k->bucket[j] < 0 || k->bucket[j] == b) continue;
         hpmlc_fetch_add(k, k->bucket[j], b);
         break;
     }
-    hpmlc_await_add(k, k->slot_job[slot]);
-    if (step < 0 && b > 1) hpmlc_await_add(k, k->job[b - 2]);
+    if (k->p->shard > 2) hpmlc_await_add(k, k->slot_job[slot]);
+    if (step < 0) hpmlc_gradient_slot_add(k, b);
 }
 
 /* Adds the collectives of a layer's forward or, if `back`, backward pass along the axes sequence and expert. */
@@ -19469,7 +19507,7 @@ HPMLC_FN void hpmlc_layer_add(hpmlc_maker *k, int i, int64_t samples, bool back,
 }
 
 /* Adds a task of a pipeline stage: receive its input, compute its layers, send the result. final: the task belongs to
-   the step's last micro-batch, after which the gradients of its layers are final. */
+   the step's last micro-batch, after which the gradients of its layers are final, or to one with exchanges of its own. */
 HPMLC_FN void hpmlc_task_add(hpmlc_maker *k, const hpml_pipe_task *t, int64_t samples, bool final)
 {
     const int     p = k->p->pipe, first = k->cut[t->piece], end = k->cut[t->piece + 1];
@@ -19510,7 +19548,7 @@ HPMLC_FN void hpmlc_pass_add(hpmlc_maker *k) /* adds the forward and backward pa
     hpmlc_pipe_begin(&walk, &d, k->stage);
     while (hpmlc_pipe_next(&walk, &task)) {
         const int64_t at = task.micro * k->rows;
-        hpmlc_task_add(k, &task, hpmlc_min(k->rows, k->samples - at), task.micro + 1 == d.micro);
+        hpmlc_task_add(k, &task, hpmlc_min(k->rows, k->samples - at), task.micro + 1 == d.micro || p->shard > 1);
     }
     hpmlc_act *loss = hpmlc_collect_add(k, k->own, HPML_AXIS_PIPE, HPMLC_BROADCAST, sizeof(hpmlc_outcome), 1,
                                         HPML_TERM_BUBBLE);
@@ -19520,11 +19558,13 @@ HPMLC_FN void hpmlc_pass_add(hpmlc_maker *k) /* adds the forward and backward pa
 // ---------------------------------------------------------------------------------------------------------------------
 // >>program-step   the programs of a plan's ranks: whole steps, by strategy
 // ---------------------------------------------------------------------------------------------------------------------
-HPMLC_FN double hpmlc_stage_floats(const hpmlc_maker *k) /* floats of a rank's parameters on stage k->stage */
+/* Returns the floats of a rank's parameters on stage k->stage; shards: of its shares of them, as with plan.shard. */
+HPMLC_FN double hpmlc_stage_floats(const hpmlc_maker *k, bool shards)
 {
     double floats = 0;
     for (int q = k->stage; q < k->pieces; q += k->y->size[HPML_AXIS_PIPE])
-        for (int i = k->cut[q]; i < k->cut[q + 1]; i++) floats += (double)hpmlc_layer_floats(k, i);
+        for (int i = k->cut[q]; i < k->cut[q + 1]; i++)
+            floats += (double)hpmlc_layer_floats(k, i) / (shards ? hpmlc_group_size(k->y, hpmlc_layer_group(k, i)) : 1);
     return floats;
 }
 
@@ -19539,8 +19579,10 @@ HPMLC_FN void hpmlc_buckets_cut(hpmlc_maker *k)
     k->posted  = 0;
     k->stepped = 0;
     k->stats   = -1;
-    k->slot[0] = k->slot[1] = -1;
-    k->used[0] = k->used[1] = 0;
+    for (int s = 0; s < 2; s++) {
+        k->slot[s] = k->gradient[s] = k->slot_job[s] = -1;
+        k->used[s] = k->sent[s] = 0;
+    }
     for (int i = k->f->layers - 1; i >= 0; i--) {
         const hpml_layer_facts *l = &k->f->layer[i];
         const int64_t           n = hpmlc_layer_floats(k, i);
@@ -19580,7 +19622,7 @@ HPMLC_FN void hpmlc_sync_add(hpmlc_maker *k)
     hpmlc_factors_multiply_add(k);
     if (!delayed) hpmlc_await_all(k);
     if (k->p->shard > 0 && exchanges) hpmlc_shard_steps_add(k, k->buckets);
-    else hpmlc_compute_add(k, hpmlc_update_seconds(k, hpmlc_stage_floats(k)), HPML_TERM_UPDATE);
+    else hpmlc_compute_add(k, hpmlc_update_seconds(k, hpmlc_stage_floats(k, false)), HPML_TERM_UPDATE);
     if (!delayed) hpmlc_await_all(k);
     for (int i = before; i < own->count && delayed; i++) {
         hpmlc_act *act = &own->item[i];
@@ -19608,7 +19650,7 @@ HPMLC_FN void hpmlc_flow_add(hpmlc_maker *k)
     hpmlc_allreduce_add(k, own, HPMLC_GROUP_REPLICAS, 4, sizeof(double), HPML_TERM_DATA);
     if (r + 1 < p) hpmlc_message_add(k, HPMLC_ACT_RECEIVE, HPML_AXIS_PIPE, r + 1, tag, sizeof(hpmlc_outcome));
     if (r > 0) hpmlc_message_add(k, HPMLC_ACT_SEND, HPML_AXIS_PIPE, r - 1, tag, sizeof(hpmlc_outcome));
-    const double floats = hpmlc_stage_floats(k);
+    const double floats = hpmlc_stage_floats(k, false);
     hpmlc_allreduce_add(k, own, HPMLC_GROUP_REPLICAS, (int64_t)floats, sizeof(float), HPML_TERM_DATA);
     hpmlc_compute_add(k, hpmlc_update_seconds(k, floats), HPML_TERM_UPDATE);
     for (int i = begin; i < own->count; i++) own->item[i].first = p - 1 - r;
@@ -19622,7 +19664,7 @@ HPMLC_FN void hpmlc_flow_add(hpmlc_maker *k)
 HPMLC_FN void hpmlc_own_add(hpmlc_maker *k)
 {
     const int     group = HPMLC_GROUP_REPLICAS, steps = hpmlc_plan_meets(k->p) ? k->p->period : 1;
-    const int64_t span = (int64_t)hpmlc_stage_floats(k);
+    const int64_t span = (int64_t)hpmlc_stage_floats(k, false);
     const double  shared = k->p->strategy == HPML_STRATEGY_HOGWILD ? 28 * (double)span : 0; /* bytes */
     hpmlc_acts   *own = k->own;
     hpmlc_act    *act = NULL;
@@ -19692,7 +19734,7 @@ HPMLC_FN void hpmlc_worker_add(hpmlc_maker *k)
     hpmlc_buckets_cut(k);
     for (int i = 0; i < steps; i++) {
         hpmlc_pass_add(k);
-        if (averages) hpmlc_compute_add(k, hpmlc_update_seconds(k, hpmlc_stage_floats(k)), HPML_TERM_UPDATE);
+        if (averages) hpmlc_compute_add(k, hpmlc_update_seconds(k, hpmlc_stage_floats(k, false)), HPML_TERM_UPDATE);
     }
     for (int i = 0; i < own->count && averages; i++) own->item[i].drawn = (int32_t)hpmlc_plan_drawn(k->p, w);
     for (int s = 0; s < k->p->servers; s++) {
@@ -20468,6 +20510,18 @@ HPMLC_FN bool hpmlc_acts_are_alike(hpmlc_play *y, hpml_axis axis) /* hpmlc_act_i
     return alike;
 }
 
+/* Makes the blocks of each exchange as large as the largest one, because the ranks that are played for all may have
+   smaller ones, and the rank with the largest block is the last to be done. */
+HPMLC_FN void hpmlc_blocks_level(const hpmlc_play *y, hpmlc_acts *acts)
+{
+    for (int i = 0; i < acts->count; i++) {
+        hpmlc_act *act = &acts->item[i];
+        for (int r = 0; act->blocks > 0 && r < hpmlc_group_size(y, act->group); r++)
+            act->n = hpmlc_max(act->n, acts->block[act->blocks - 1 + r]);
+        act->blocks = 0;
+    }
+}
+
 /* Chooses the ranks that are played for all. y->span: the smallest number of ranks that fill whole nodes with whole
    replicas of the model, if all other sets of so many ranks do the same, else all ranks. Within them, ranks on axis
    tensor, which follow each other, do the same on all nodes that they fill: y->narrow of y->wide are played. */
@@ -20486,6 +20540,8 @@ HPMLC_FN void hpmlc_play_fold(hpmlc_play *y)
         y->narrow = node;
     }
     y->unit = y->span / y->wide * y->narrow;
+    for (int i = 0; i < y->roles * HPMLC_LISTS && y->unit < y->ranks; i++)
+        hpmlc_blocks_level(y, &y->role[i / HPMLC_LISTS].list[i % HPMLC_LISTS]);
 }
 
 /* Takes memory for the actors of y->unit ranks, and gives each actor its role's program and the layouts of its rank's
@@ -20583,14 +20639,14 @@ HPMLC_FN double hpmlc_stage_kept(const hpmlc_maker *k, int stage)
 /* Sets *out to the bytes of memory of the rank that needs most. HPML_ERR_MEMORY: a rank of the machine has less. */
 HPMLC_FN hpml_status hpmlc_forecast_memory(hpmlc_maker *k, int64_t *out, const hpmlc_text *to)
 {
-    const double n = k->p->shard > 0 ? hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS) : 1;
     const bool   whole = !hpmlc_plan_cuts(k->p) && !k->p->recompute && k->p->memory == 0;
     double       most = 0;
     for (k->stage = 0; k->stage < k->y->size[HPML_AXIS_PIPE]; k->stage++) {
-        const double floats = hpmlc_stage_floats(k), slots = fmin(floats, 2 * 65536); /* floats of 2 buckets, 256 KiB */
-        double       bytes = k->p->shard > 2 ? floats / n + slots : floats;
-        bytes += k->p->shard > 1 ? floats / n + slots : floats;
-        bytes += k->f->states * floats / n;
+        const double floats = hpmlc_stage_floats(k, false), slots = fmin(floats, 2 * 65536); /* 2 buckets of 256 KiB */
+        const double share = hpmlc_stage_floats(k, k->p->shard > 0);
+        double       bytes = k->p->shard > 2 ? share + slots : floats;
+        bytes += k->p->shard > 1 ? share + slots : floats;
+        bytes += k->f->states * share;
         if (k->p->delayed) bytes += floats;
         if (hpmlc_plan_flows(k->p)) /* older versions of the weights */
             bytes += floats * (k->p->schedule == HPML_PIPE_VERTICAL ? k->p->pipe - 1 : k->p->pipe - 1 - k->stage);
@@ -20655,8 +20711,8 @@ HPMLC_FN hpml_status hpmlc_forecast_begin(hpmlc_maker *k, hpmlc_play *y, const h
     y->network = net;
     y->ranks   = f->facts.ranks;
     y->nodes   = hpmlc_network_nodes(net, y->ranks);
-    y->steps   = plan->servers > 0 ? 8 : 3;
-    y->from    = 1;
+    y->steps   = plan->servers > 0 ? 8 : 3 + plan->delayed;
+    y->from    = plan->delayed ? 2 : 1; /* delayed: step 0 updates nothing, so that the exchange in step 1 is longer */
     y->seed    = plan->seed;
     hpmlc_pace_choose(y, plan);
     if (hpmlc_plan_flows(plan)) {
@@ -20698,7 +20754,7 @@ HPMLC_FN hpml_status hpmlc_forecast_plan(const hpml_plan *plan, const hpml_model
     if (!memo) hpml_machine_network(machine, facts->facts.ranks, &net);
     status = hpmlc_forecast_begin(&k, &y, plan, facts, machine, &resolved, memo ? &memo->network : &net, to);
     if (loose) y.loose = true;
-    if (memo && plan->servers == 0 && !hpmlc_plan_flows(plan) && !y.paced) {
+    if (memo && plan->servers == 0 && !hpmlc_plan_flows(plan) && !y.paced && !plan->delayed) {
         y.steps = 1;
         y.from  = 0;
     }
