@@ -1509,13 +1509,14 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
    that grows with the square of the workers: 1,024 some seconds.
 
    Exact on up to 64 ranks: strategy sync, any data x pipe x tensor x sequence x expert, all schedules (of stash and
-   vertical the steady steps), shard 0 to 3, delayed, codecs (no time to pack); exact sums; factors of layers without
-   bias; all other strategies, over the steps that are counted (of gossip with random pairs one step). Left out:
-   network.jitter; the two small messages by which hpml_trainer_fit asks for each batch of async; rows of sparse tables.
-   Layers with several parameters differ where a bucket ends between two of them, and with a codec. On more ranks losses
-   are taken to be added up in log2(ranks) rounds (within 1 %, small shards and pipelines 5 %), and equal replicas to
-   have the blocks of the first one. Refused with HPML_ERR_UNSUPPORTED: hogwild on several nodes; exact sums and factors
-   with servers, a codec or other axes than data; shard with schedules stash and vertical. */
+   vertical the steady steps), shard 0 to 3 (3 with experts within 5 %, because two gathers of a rank may begin at the
+   same time), delayed, codecs (no time to pack); exact sums; factors of layers without bias; all other strategies, over
+   the steps that are counted (of gossip with random pairs one step). Left out: network.jitter; the two small messages
+   by which hpml_trainer_fit asks for each batch of async; rows of sparse tables. Layers with several parameters differ
+   where a bucket ends between two of them, and with a codec. On more ranks losses are taken to be added up in
+   log2(ranks) rounds (within 1 %, small shards and pipelines 5 %), and all blocks of a codec to be as large as the
+   largest one (with few rows a rank up to 30 % too fast). Refused with HPML_ERR_UNSUPPORTED: hogwild on several nodes;
+   exact sums and factors with servers, a codec or other axes than data; shard with schedules stash and vertical. */
 
 /* How the nodes of a machine are joined. The farther apart nodes are (hpml_fabric.hops), the more routers add to the
    latency of messages, and the more messages share a link, which lowers the bandwidth of each node. */
@@ -19208,8 +19209,10 @@ HPMLC_FN hpmlc_acts *hpmlc_background_list(const hpmlc_maker *k, int group) /* o
     return &k->background[group == HPMLC_GROUP_EXPERTS ? HPMLC_EXPERTS : HPMLC_BACKGROUND];
 }
 
+HPMLC_FN int hpmlc_job_code(int number, hpmlc_list by) { return HPMLC_OWN * number + (int)by; } /* names a job */
+
 /* Makes a job of the acts added since its last job to the list of the background for `group`, and adds to the own
-   thread's list the act that posts the job. Returns the job: HPMLC_OWN * its number in the step + its background. */
+   thread's list the act that posts the job. Returns the job by its hpmlc_job_code. */
 HPMLC_FN int hpmlc_job_add(const hpmlc_maker *k, int group)
 {
     hpmlc_acts      *acts = hpmlc_background_list(k, group);
@@ -19217,7 +19220,7 @@ HPMLC_FN int hpmlc_job_add(const hpmlc_maker *k, int group)
     hpmlc_act_add(acts, HPMLC_ACT_END, 0, HPML_TERM_DATA);
     hpmlc_act *act = hpmlc_act_add(k->own, HPMLC_ACT_POST, 0, HPML_TERM_DATA);
     if (act) act->by = by;
-    return HPMLC_OWN * (acts->jobs - 1) + (int)by;
+    return hpmlc_job_code(acts->jobs - 1, by);
 }
 
 HPMLC_FN void hpmlc_await_add(const hpmlc_maker *k, int job)
@@ -19232,7 +19235,7 @@ HPMLC_FN void hpmlc_await_add(const hpmlc_maker *k, int job)
 HPMLC_FN void hpmlc_await_all(const hpmlc_maker *k) /* adds waits for the last job of each background */
 {
     for (int by = 0; by < HPMLC_OWN; by++)
-        if (k->background[by].jobs > 0) hpmlc_await_add(k, HPMLC_OWN * (k->background[by].jobs - 1) + by);
+        if (k->background[by].jobs > 0) hpmlc_await_add(k, hpmlc_job_code(k->background[by].jobs - 1, (hpmlc_list)by));
 }
 
 HPMLC_FN bool hpmlc_exchanges(const hpmlc_maker *k) /* true: in each step several ranks average gradients */
@@ -19507,7 +19510,7 @@ HPMLC_FN void hpmlc_layer_add(hpmlc_maker *k, int i, int64_t samples, bool back,
 }
 
 /* Adds a task of a pipeline stage: receive its input, compute its layers, send the result. final: the task belongs to
-   the step's last micro-batch, after which the gradients of its layers are final, or to one with exchanges of its own. */
+   the step's last micro-batch, after which its layers' gradients are final, or to one with exchanges of its own. */
 HPMLC_FN void hpmlc_task_add(hpmlc_maker *k, const hpml_pipe_task *t, int64_t samples, bool final)
 {
     const int     p = k->p->pipe, first = k->cut[t->piece], end = k->cut[t->piece + 1];
@@ -19616,14 +19619,14 @@ HPMLC_FN void hpmlc_sync_add(hpmlc_maker *k)
     for (int i = k->f->layers - 1; i >= 0 && k->p->no_overlap; i--)
         if (hpmlc_sends_factors(k, i)) hpmlc_factors_gather_add(k, i);
     const int before = own->count;
-    if (delayed) hpmlc_await_add(k, HPMLC_OWN * k->buckets + HPMLC_BACKGROUND); /* the last job: the sum of losses */
+    if (delayed) hpmlc_await_add(k, hpmlc_job_code(k->buckets, HPMLC_BACKGROUND)); /* the sum of losses, the last job */
     if (exchanges) hpmlc_posts_add(k);
     if (exchanges && k->stats < 0) hpmlc_stats_add(k);
     hpmlc_factors_multiply_add(k);
     if (!delayed) hpmlc_await_all(k);
     if (k->p->shard > 0 && exchanges) hpmlc_shard_steps_add(k, k->buckets);
     else hpmlc_compute_add(k, hpmlc_update_seconds(k, hpmlc_stage_floats(k, false)), HPML_TERM_UPDATE);
-    if (!delayed) hpmlc_await_all(k);
+    if (k->p->shard > 0) hpmlc_await_all(k);
     for (int i = before; i < own->count && delayed; i++) {
         hpmlc_act *act = &own->item[i];
         if (act->kind == HPMLC_ACT_WAIT) act->ahead = -1;
@@ -20667,14 +20670,16 @@ HPMLC_FN void hpmlc_forecast_read(const hpmlc_maker *k, hpml_prediction *out)
     const int64_t     period = hpmlc_plan_meets(k->p) ? k->p->period : 1;
     const double      steps = (double)((y->steps - y->from) * period);
     const int64_t     all = y->paced ? hpmlc_pace_read(y, out) : y->steps * period;
-    int               readers = 0;
-    for (int r = 0; r < y->unit && r < y->workers && !y->paced; r++, readers++) {
+    double            sum = 0;
+    for (int r = 0; r < y->unit && r < y->workers && !y->paced; r++) {
         const hpmlc_actor *a = hpmlc_own_of(y, r);
         for (int t = 0; t < HPML_TERM_COUNT; t++) out->term_s[t] += a->term[t];
         for (int t = 0; t < 2; t++) out->exposed_link_s[t] += a->link[t];
     }
-    for (int t = 0; t < HPML_TERM_COUNT && readers > 0; t++) out->term_s[t] /= readers * steps;
-    for (int t = 0; t < 2 && readers > 0; t++) out->exposed_link_s[t] /= readers * steps;
+    if (!y->paced) out->step_s = (y->ends[y->steps - 1] - (y->from > 0 ? y->ends[y->from - 1] : y->origin)) / steps;
+    for (int t = 0; t < HPML_TERM_COUNT; t++) sum += out->term_s[t];
+    for (int t = 0; t < HPML_TERM_COUNT && sum > 0; t++) out->term_s[t] *= out->step_s / sum;
+    for (int t = 0; t < 2 && sum > 0; t++) out->exposed_link_s[t] *= out->step_s / sum;
     for (int t = HPML_TERM_DATA; t < HPML_TERM_COUNT; t++) out->exposed_s += out->term_s[t];
     for (int t = HPML_TERM_UPDATE; t < HPML_TERM_COUNT; t++)
         if (out->term_s[t] > out->term_s[out->decides] || t == HPML_TERM_UPDATE) out->decides = (hpml_term)t;
@@ -20686,7 +20691,6 @@ HPMLC_FN void hpmlc_forecast_read(const hpmlc_maker *k, hpml_prediction *out)
     }
     out->rank_bytes /= all;
     out->between_bytes = y->net.between / all * (y->ranks / y->unit);
-    if (!y->paced) out->step_s = (y->ends[y->steps - 1] - (y->from > 0 ? y->ends[y->from - 1] : y->origin)) / steps;
     out->bubble  = out->step_s > 0 ? out->term_s[HPML_TERM_BUBBLE] / out->step_s : 0;
     const double shares = hpmlc_plan_workers(k->p, y->ranks);
     out->samples_s = out->step_s > 0 ? (double)k->samples * shares / out->step_s : 0;
