@@ -495,7 +495,8 @@ struct hpml_tensor {
     hpml_ctx   *ctx;
     const char *name;                  /* unique among parameters; never NULL */
     float      *data;                  /* values, an array of `shape`; NULL unless dtype is F32 */
-    float      *grad;                  /* d loss / d data, of `shape`; NULL if not needed or dtype is not F32 */
+    float      *grad;                  /* d loss / d data, of `shape`; NULL if not needed or dtype is not F32; of a
+                                          sparse table rows alone, see hpml_param_rows */
     void       *raw;                   /* values of type dtype, an array of `shape` */
     void       *raw_grad;              /* d loss / d data of type dtype; NULL if not needed */
     hpml_dtype  dtype;
@@ -1689,9 +1690,10 @@ HPML_API hpml_status hpml_trainer_apply_range(hpml_trainer *t, int64_t first, in
    has no such state or, with an error that names a parameter, if the values are not one array: parameters lie in the
    order of recording, the trained ones first, but only parameters that got memory at the same time, and a parameter
    that was frozen afterwards, or on which the loss does not depend, leaves a gap. GRADIENTS: after this call `grad` of
-   each parameter points to its place in the array. With .host_optimizer states are in host memory. Where ranks keep
-   only parts of an array (hpml_trainer_keep), the returned array has the parts that this rank keeps, one behind the
-   other, each padded. */
+   each parameter points to its place in the array; the place of a sparse table has only the rows of hpml_param_rows,
+   which each rank adds up with others by hpml_param_add_rows. With .host_optimizer states are in host memory. Where
+   ranks keep only parts of an array (hpml_trainer_keep), the returned array has the parts that this rank keeps, one
+   behind the other, each padded. */
 #define HPML_GRADIENT_ALIGN 16
 typedef enum hpml_array { HPML_ARRAY_VALUES = 0, HPML_ARRAY_GRADIENTS, HPML_ARRAY_STATE, /* STATE + i: state i */
                           HPML_ARRAY_END = HPML_ARRAY_STATE + HPML_MAX_STATES } hpml_array;
@@ -3583,6 +3585,7 @@ struct hpmli_tensor_state {
     int64_t samples;  /* of an input: the samples for which a graph with parts has memory; 0: the whole batch */
     int  leaf;        /* index among the leaves of the graph that was planned last */
     struct hpmli_rows *rows; /* rows of a sparse table's gradient; NULL: the gradient is dense */
+    bool          is_dense;  /* a planned graph with a loss computes the gradient of the whole table */
     hpml_tensor *copied; /* result of hpml_group_copy of this tensor; NULL: none yet */
 };
 
@@ -5192,12 +5195,13 @@ HPML_API hpml_status hpml_param_add_rows(hpml_tensor *table, bool clear, const i
 }
 
 /* Fails if an op other than embedding reads the table of a sparse embedding, because such an op's gradient has all
-   rows. */
-HPMLI_FN bool hpmli_rows_fit(hpml_ctx *ctx, hpml_node *const *nodes, int count)
+   rows. Notes that the gradients of the other parameters are dense, if the nodes' graph trains. */
+HPMLI_FN bool hpmli_rows_fit(hpml_ctx *ctx, hpml_node *const *nodes, int count, bool trains)
 {
     for (int i = 0; i < count; i++)
         for (int s = 0; s < nodes[i]->src_count; s++) {
             const hpml_tensor *t = nodes[i]->src[s];
+            if (t && trains && !t->state->rows) t->state->is_dense = true;
             if (t && t->state->rows && nodes[i]->op != HPML_OP_EMBEDDING)
                 return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "graph: \"%s\" reads the table \"%s\" of a sparse "
                                    "embedding, whose gradient then has all rows; leave .sparse false",
@@ -6379,7 +6383,8 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
             return hpmli_null(ctx, HPML_ERR_STATE, "graph: \"%s\" belongs to another graph already; name all results "
                               "as outputs of one graph, or record the model again",
                               g->nodes[i]->out->name);
-    if (hpmli_rows_fit(ctx, g->nodes, g->count) && hpmli_graph_batches(g) && hpmli_graph_plan(g)) return g;
+    const bool fits = hpmli_rows_fit(ctx, g->nodes, g->count, g->loss != NULL);
+    if (fits && hpmli_graph_batches(g) && hpmli_graph_plan(g)) return g;
     hpmli_graph_release_nodes(g);
     return NULL;
 }
@@ -6681,7 +6686,7 @@ HPMLI_FN float *hpmli_graph_place_grads(hpml_graph *g)
     for (int i = 0; i < g->ctx->param_count; i++) {
         hpml_tensor *p    = g->ctx->params[i];
         bool         mine = i < g->param_count && g->param_last[i] >= 0;
-        if (p->state->rows) hpmli_gradient_clear(p); /* because its rows are in the other graph's array */
+        if (p->state->rows) hpmli_gradient_clear(p); /* the rows listed lie in the array of the graph that ran before */
         hpmli_set_memory(p, p->raw, mine && p->param->shard < 2 ? g->grads + at : NULL);
         if (mine) at += hpmli_param_kept(p, 2);
     }
@@ -7425,7 +7430,8 @@ HPML_API double hpml_check_grad(hpml_graph *g, float step, int samples)
         if (!t->grad || !t->needs_grad) continue;
         float *grad = hpmli_new(g->ctx, float, n);
         if (!grad) return -1;
-        g->ctx->backend->read(g->ctx->device, grad, t->grad, (size_t)n * sizeof(float));
+        if (t->state->rows) hpmli_rows_spread(t, grad);
+        else g->ctx->backend->read(g->ctx->device, grad, t->grad, (size_t)n * sizeof(float));
         for (int64_t i = 0; i < n; i++) scale += (double)grad[i] * (double)grad[i];
         scale = sqrt(scale / (double)n); /* smaller differences are rounding errors */
         const hpml_group *ranks = hpml_ctx_group(g->ctx, t->param ? t->param->axis : HPML_AXIS_DATA);
@@ -11094,6 +11100,10 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
         return hpmli_null(tokens->ctx, HPML_ERR_UNSUPPORTED, "embedding \"%s\": .sparse is for parameters on the host, "
                           "the table is %s on the backend \"%s\"; leave it false", name, hpmli_describe(src[1]),
                           tokens->ctx->backend->name);
+    if (d.sparse && src[1]->state->is_dense)
+        return hpmli_null(tokens->ctx, HPML_ERR_UNSUPPORTED, "embedding \"%s\": .sparse, but a planned graph "
+                          "has the whole gradient of \"%s\"; record this embedding before that graph is created, or "
+                          "leave .sparse false", name, src[1]->name);
     if (d.sparse && !hpmli_rows_create(src[1])) return NULL;
     memcpy(shape, tokens->shape, sizeof shape);
     shape[tokens->ndim] = width;

@@ -9470,8 +9470,13 @@ HPMLC_FN hpml_status hpmlc_host_apply(hpml_distributed *d, double samples, doubl
     const hpmlc_layout *l = &d->layout;
     const float         scale = hpmlc_rescale(d, samples, full);
     hpmlc_parts_scale(d);
-    if (scale != 1)
-        for (int64_t k = 0; k < l->span; k++) l->host[k] *= scale;
+    for (int i = 0; i < l->params && scale != 1; i++) {
+        const hpml_tensor *p = hpmlc_param(d, i);
+        const int64_t      place = hpml_trainer_place(d->t, i);
+        int64_t            rows;
+        const int64_t      floats = hpml_param_rows(p, &rows) ? rows * p->shape[1] : hpml_tensor_count(p);
+        for (int64_t k = place; k < place + floats && place >= 0; k++) l->host[k] *= scale;
+    }
     if (l->host != l->first) hpmlc_host_view_copy(&l->view, l->host, l->first, l->span, true);
     hpml_status status = d->pipeline ? hpmlc_pipeline_join(d->pipeline) : HPML_OK;
     if (status == HPML_OK && !(d->shared && d->c->rank > 0)) status = hpml_trainer_apply(d->t, 0, l->params);
