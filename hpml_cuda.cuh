@@ -7519,7 +7519,7 @@ HPML_API const hpml_backend *hpml_backend_cuda(void)
     };
     static const hpml_backend cuda = { "cuda", hpmlg_open, hpmlg_close, hpmlg_alloc, hpmlg_free, hpmlg_write,
         hpmlg_read, hpmlg_zero, hpmlg_sync, ops, hpmlg_update, hpmlg_sumsq, hpmlg_act_dtype, hpmlg_plan, hpmlg_begin,
-        hpmlg_end, hpmlg_count_hits, hpmlg_encode, hpmlg_decode, hpmlg_time_op, false, false };
+        hpmlg_end, hpmlg_count_hits, hpmlg_encode, hpmlg_decode, hpmlg_time_op, NULL, NULL, false, false };
     return &cuda;
 }
 
