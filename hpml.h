@@ -1282,6 +1282,12 @@ struct hpml_backend {
     /* optional: times an op without waiting: called with name NULL before the op and with its name after it. When the
        host next waits for the device, the span is added to the trace (lane GPU) and to *seconds, if not NULL. */
     void (*time_op)(void *device, const char *name, double *seconds);
+    /* optional: for a device that measures how it computes fastest. choices writes what it has chosen, whole numbers
+       below 2^53, to `numbers`, as far as `capacity` suffices, and returns how many there are; 0: it measures nothing.
+       choose takes such numbers, from a checkpoint or, if `settled`, from the first of the ranks that train together,
+       and ignores those of another device; settled: from now on it measures no more, so that ranks stay alike. */
+    int64_t (*choices)(void *device, int64_t *numbers, int64_t capacity);
+    void (*choose)(void *device, const int64_t *numbers, int64_t count, bool settled);
     bool layouts; /* true: conv2d and pooling support NHWC, and conv2d supports attr.conv.algorithm */
     bool host;    /* true: arrays lie in host memory, which programs read and write; `update` runs own optimizers */
 };
@@ -1612,7 +1618,8 @@ typedef struct hpml_moment {
            place; on return also the parts of all other ranks, which call it alike
    agree   adds up n numbers over all ranks between two steps, when all ranks call it alike: for the validation and the
            decisions of fit. With n 0 returns, without a message, HPML_OK if all ranks make the same steps, so that they
-           can call it within an epoch; else another status: then fit calls it at the end of an epoch alone
+           can call it within an epoch; else another status: then fit calls it at the end of an epoch alone. With n 0
+           and `values` not NULL returns HPML_OK only if, besides, no rank may be lost
    file    replaces hpml_checkpoint_save or, if `load`, hpml_checkpoint_load in fit; all ranks call it alike
    next    returns which batch a fit that takes this rank's part of the data computes next, counted over all epochs of
            `batches` batches; below 0: the fit's epoch ends, or an error is on the context. is_last: the epoch is the
@@ -1975,9 +1982,10 @@ HPML_API const char  *hpml_model_meta(const hpml_model *m, const char *key); /* 
 HPML_API hpml_graph  *hpml_model_graph(hpml_model *m); /* the graph that predicts, with its memory; NULL: an error */
 
 /* Saves all that a training needs to continue with the same bits: parameters, optimizer state, states added by
-   hpml_trainer_add_state, step, epoch and position in the data, seed. A checkpoint is a safetensors file: parameters by
-   their names, "opt.<state>.<param>" for each hpml_optimizer_state, "state.<name>", metadata "hpml.step",
-   "hpml.optimizer" (the optimizer's name) ..., and checksums as in hpml_params_save. */
+   hpml_trainer_add_state, step, epoch and position in the data, seed, what the device has chosen by measurements
+   (hpml_backend.choices). A checkpoint is a safetensors file: parameters by their names, "opt.<state>.<param>" for each
+   hpml_optimizer_state, "state.<name>", metadata "hpml.step", "hpml.optimizer" (the optimizer's name) ..., and
+   checksums as in hpml_params_save. */
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path);
 HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /* on an error changes nothing */
 
@@ -12881,6 +12889,8 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
         NULL,                       /* encode: hpml_packing_encode packs on the CPU */
         NULL,                       /* decode: hpml_packing_decode unpacks on the CPU */
         NULL,                       /* time_op: the host's clock times ops */
+        NULL,                       /* choices: the CPU measures nothing */
+        NULL,                       /* choose: the CPU measures nothing */
         true,                       /* layouts: kernels take images in NHWC, too */
         true                        /* host: arrays are in the host's memory */
     };
@@ -13509,6 +13519,7 @@ struct hpml_trainer {
     bool                update_follows;  /* no hook comes between this backward pass and the update */
     bool                update_early;    /* each parameter steps after the op that makes its gradient final, because
                                             the gradient is in the cache then */
+    bool                choices_shared;  /* hpmli_choices_share has run */
     bool                overflowed;      /* a gradient of this step is not finite, because of the loss scale */
 };
 
@@ -14929,6 +14940,38 @@ HPMLI_FN hpml_status hpmli_step_run(hpml_trainer *t, hpmli_step *s)
     return HPML_OK;
 }
 
+HPMLI_FN hpml_status hpmli_agree(hpml_trainer *t, double *values, int64_t n);
+HPMLI_FN const hpml_hooks *hpmli_hooks_deal(const hpml_trainer *t);
+static bool hpmli_groups_first(const hpml_ctx *ctx); /* see >>collect */
+
+/* After the first update all ranks that train together take what the first rank's device has chosen by measurements
+   (hpml_backend.choices): they add up how many numbers there are, then the numbers, to which the others add zeros. All
+   ranks make the same calls, whatever ops they run. Not where ranks step at their own pace or may be lost. */
+HPMLI_FN hpml_status hpmli_choices_share(hpml_trainer *t)
+{
+    const hpml_backend *b     = t->ctx->backend;
+    const bool          first = t->rank == 0 && hpmli_groups_first(t->ctx);
+    int64_t             count = b->choices ? b->choices(t->ctx->device, NULL, 0) : 0;
+    double              sum   = first ? (double)count : 0;
+    t->choices_shared = true;
+    if (count == 0 || !t->graph->any.agree || hpmli_hooks_deal(t) || hpmli_agree(t, &sum, 0) != HPML_OK)
+        return t->ctx->status;
+    if (hpmli_agree(t, &sum, 1) != HPML_OK || sum == 0) return t->ctx->status;
+    count = (int64_t)sum;
+    int64_t *numbers = hpmli_new(t->ctx, int64_t, 2 * count);
+    if (!numbers) return t->ctx->status;
+    double *sums = (double *)(void *)(numbers + count);
+    memset(numbers, 0, (size_t)count * sizeof *numbers);
+    if (first) b->choices(t->ctx->device, numbers, count);
+    for (int64_t i = 0; i < count; i++) sums[i] = (double)numbers[i];
+    if (hpmli_agree(t, sums, count) == HPML_OK) {
+        for (int64_t i = 0; i < count; i++) numbers[i] = (int64_t)sums[i];
+        b->choose(t->ctx->device, numbers, count, true);
+    }
+    hpmli_free(t->ctx, numbers);
+    return t->ctx->status;
+}
+
 /* Counts the micro-batch. After the last micro-batch of an update steps the parameters or, if they have been stepped
    within the backward pass, checks that these steps found no NaN or infinity. */
 HPMLI_FN hpml_status hpmli_step_update(hpml_trainer *t)
@@ -14941,6 +14984,7 @@ HPMLI_FN hpml_status hpmli_step_update(hpml_trainer *t)
     t->micro_batch = 0;
     if (status == HPML_OK && !t->overflowed) t->step++;
     hpmli_trainer_rescale(t);
+    if (status == HPML_OK && !t->choices_shared) status = hpmli_choices_share(t);
     return status;
 }
 
@@ -15158,7 +15202,6 @@ HPMLI_FN hpml_status hpmli_checkpoint_file(hpml_trainer *t, const char *path, bo
     return load ? hpml_checkpoint_load(t, path) : hpml_checkpoint_save(t, path);
 }
 
-static bool hpmli_groups_first(const hpml_ctx *ctx); /* see >>collect */
 /* Saves the newest checkpoint, after the first rank has renamed the older ones by one number each; the oldest goes. */
 HPMLI_FN hpml_status hpmli_fit_save(hpml_trainer *t, hpmli_fit *f)
 {
@@ -18930,12 +18973,60 @@ enum { HPMLI_SEED, HPMLI_STEP, HPMLI_EPOCH, HPMLI_EPOCH_STEP, HPMLI_OPTIMIZER, H
 static const char *const hpmli_entries[] = { "hpml.seed", "hpml.step", "hpml.epoch", "hpml.epoch_step",
                                              "hpml.optimizer", "hpml.loss_scale", "hpml.scale_steps" };
 #define HPMLI_VAL_LOSS "hpml.val_loss" /* hpml_epoch.val_loss: 64 bits in hexadecimal; absent before a validation */
+#define HPMLI_CHOICES  "hpml.choices"  /* numbers of hpml_backend.choices; absent where the device measures nothing */
 #define HPMLI_ENTRIES_SUM "hpml.crc32c" /* CRC-32C of the concatenated values of hpmli_entries */
 #define HPMLI_COUNT_END   (INT64_C(1) << 53) /* the most steps that a double counts exactly */
+
+/* Sets *m to a pair of metadata; returns 1. */
+HPMLI_FN int hpmli_meta_add(hpml_meta *m, const char *key, const char *value)
+{
+    m->key   = key;
+    m->value = value;
+    return 1;
+}
+
+/* Returns the numbers of hpml_backend.choices and their CRC-32C as text, which the caller frees; NULL: the device
+   measures nothing, or an error. */
+HPMLI_FN char *hpmli_choices_text(hpml_ctx *ctx)
+{
+    const hpml_backend *b     = ctx->backend;
+    const int64_t       count = b->choices ? b->choices(ctx->device, NULL, 0) : 0;
+    const size_t        size  = (size_t)count * 21 + 10; /* a number of 64 bits has at most 20 characters */
+    int64_t            *numbers = count > 0 ? hpmli_new(ctx, int64_t, count) : NULL;
+    char               *text    = numbers ? (char *)hpmli_alloc(ctx, size) : NULL;
+    size_t              at      = 0;
+    if (text) {
+        b->choices(ctx->device, numbers, count);
+        for (int64_t i = 0; i < count; i++)
+            at += (size_t)snprintf(text + at, size - at, "%lld ", (long long)numbers[i]);
+        snprintf(text + at, size - at, "#%08x", (unsigned)ctx->k->crc32c(0, text, at));
+    }
+    hpmli_free(ctx, numbers);
+    return text;
+}
+
+/* Gives the device the choices of a checkpoint, as text by hpmli_choices_text; if that is damaged, none. */
+HPMLI_FN void hpmli_choices_take(hpml_ctx *ctx, const char *text)
+{
+    const char *sum     = strrchr(text, '#');
+    char       *next    = NULL;
+    int64_t    *numbers = hpmli_new(ctx, int64_t, (int64_t)strlen(text) / 2 + 1);
+    int64_t     count   = 0;
+    if (sum && strtoul(sum + 1, NULL, 16) != ctx->k->crc32c(0, text, (size_t)(sum - text))) sum = NULL;
+    for (const char *at = text; sum && numbers && at + 1 < sum; at = next) {
+        numbers[count] = strtoll(at, &next, 10);
+        if (next == at) break;
+        count++;
+    }
+    if (numbers) ctx->backend->choose(ctx->device, numbers, count, false);
+    hpmli_free(ctx, numbers);
+}
+
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
 {
     char      text[HPMLI_ENTRIES][HPMLI_OPTIMIZER_NAME + 1], sum[9], loss[17];
-    hpml_meta meta[HPMLI_ENTRIES + 2];
+    hpml_meta meta[HPMLI_ENTRIES + 3];
+    int       count = HPMLI_ENTRIES;
     uint32_t  crc = 0;
     uint64_t  bits;
     if (hpml_trainer_alloc(t) != HPML_OK) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
@@ -18952,14 +19043,15 @@ HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
         crc = t->ctx->k->crc32c(crc, text[i], strlen(text[i]));
     }
     snprintf(sum, sizeof sum, "%08x", (unsigned)crc);
-    meta[HPMLI_ENTRIES].key   = HPMLI_ENTRIES_SUM;
-    meta[HPMLI_ENTRIES].value = sum;
     memcpy(&bits, &t->val_loss, sizeof bits);
     snprintf(loss, sizeof loss, "%016llx", (unsigned long long)bits);
-    meta[HPMLI_ENTRIES + 1].key   = HPMLI_VAL_LOSS;
-    meta[HPMLI_ENTRIES + 1].value = loss;
-    const bool validated = t->val_loss - t->val_loss == 0;
-    return hpmli_arrays_save(t->ctx, t, NULL, path, HPML_DTYPE_F32, meta, HPMLI_ENTRIES + 1 + validated);
+    char *choices = hpmli_choices_text(t->ctx);
+    count += hpmli_meta_add(meta + count, HPMLI_ENTRIES_SUM, sum);
+    if (t->val_loss - t->val_loss == 0) count += hpmli_meta_add(meta + count, HPMLI_VAL_LOSS, loss);
+    if (choices) count += hpmli_meta_add(meta + count, HPMLI_CHOICES, choices);
+    hpml_status status = hpmli_arrays_save(t->ctx, t, NULL, path, HPML_DTYPE_F32, meta, count);
+    hpmli_free(t->ctx, choices);
+    return status;
 }
 
 /* Reads entry i of a checkpoint's metadata from `text` as a whole number to *number, and checks that a count is 0 to
@@ -19041,6 +19133,8 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
             t->loss_scale = (float)n[HPMLI_SCALE];
             t->scale_age  = n[HPMLI_SCALE_AGE];
         }
+        const char *choices = hpml_safetensors_meta(f, HPMLI_CHOICES);
+        if (choices && ctx->backend->choose) hpmli_choices_take(ctx, choices);
     }
     hpml_safetensors_close(f);
     return ctx->status;

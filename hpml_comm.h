@@ -10242,11 +10242,13 @@ HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
 }
 
 /* The trainer's hook `agree`: adds up n numbers over all ranks; an error where a training goes on when ranks are lost.
-   n 0: only returns whether all ranks make the same steps (HPML_OK), or not (HPML_ERR_UNSUPPORTED). */
+   n 0: only returns whether all ranks make the same steps (HPML_OK), or not (HPML_ERR_UNSUPPORTED: servers do not step
+   as workers do; or values is not NULL, and ranks may be lost). */
 HPMLC_FN hpml_status hpmlc_dist_agree(void *user, hpml_trainer *t HPMLC_UNUSED, double *values, int64_t n)
 {
     hpml_distributed *d = (hpml_distributed *)user;
-    if (n == 0) return d->plan.servers > 0 ? HPML_ERR_UNSUPPORTED : HPML_OK; /* servers do not step as workers do */
+    if (n == 0 && (d->plan.servers > 0 || (values && hpmlc_goes_on(d)))) return HPML_ERR_UNSUPPORTED;
+    if (n == 0) return HPML_OK;
     if (hpmlc_failed(d->c)) return hpmlc_failure(d->c);
     if (hpmlc_goes_on(d))
         return hpmlc_fail(d->all, HPML_ERR_UNSUPPORTED, "fit: validation, .stop, .checkpoint_minutes and .resume need "

@@ -37,8 +37,8 @@
 //     HPML_USE_NCCL                reductions over several GPUs (>>api-nccl); needs nccl.h, and NCCL at run time
 //
 // THREADS: as in hpml.h, a context belongs to one thread at a time. All its work runs on one stream, in order.
-// SAME BITS: the same program on the same kind of GPU gives the same bits. They are not the CPU's, because sums are
-// taken in another order.
+// SAME BITS: the same program on the same kind of GPU gives the same bits, unless hpml_cuda_desc.tune is set. They are
+// not the CPU's, because sums are taken in another order.
 //
 // GLOSSARY: words and all of their senses here. Private names begin with hpmlg_ (g: GPU).
 //     grid, block      a kernel runs as a grid of blocks; the 32 to 1,024 threads of a block run on one multiprocessor,
@@ -104,6 +104,7 @@
 //     gpu-tiles   product kernels: dense halves on tensor cores, and any operands
 //     gpu-product   choosing a product kernel; half copies of parameters
 //     gpu-cublas   matrix products by cuBLASLt
+//     gpu-tune   products chosen by the clock
 //     gpu-matmul   matmul and linear layers
 //     gpu-conv   convolution by own kernels
 //     gpu-cudnn   convolution by cuDNN
@@ -159,6 +160,12 @@ typedef struct hpml_cuda_desc {
     hpml_cuda_precision precision;
     bool                no_record;    /* true: each kernel is launched by itself, without CUDA graphs: for debuggers */
     bool                own_kernels;  /* true: this header's kernels run even where cuBLASLt or cuDNN could be used */
+    /* true: while a pass first runs, unrecorded, up to 8 of cuBLASLt's algorithms are timed for each product, with its
+       epilogue fused and apart, and the fastest is kept (empirical optimization: Whaley and Dongarra 1998); takes some
+       seconds, and memory for a copy of the result. false, or no such memory: the first proposal, the same bits in each
+       run. Choices may change with each run, unless it loads a checkpoint of the same kind of GPU. Ranks that step
+       together, all with `tune`, take those of rank 0 after the first update, keep the others, and time no more */
+    bool                tune;
     size_t              workspace;    /* bytes for cuBLASLt and cuDNN. 0: 64 MiB, which grow while a graph first runs,
                                          where cuDNN's best algorithm needs more, to 1/16 of the GPU's memory at most */
     uint32_t            _end;
@@ -185,6 +192,8 @@ HPML_API void *hpml_cuda_stream(const hpml_ctx *ctx);
    context was created:
    - matrix products by cuBLASLt with the epilogues fused into them (bias, relu, gelu, gelu', bias sums), the numbers by
      which cuBLASLt knows its algorithms, and the epilogues that cuBLASLt refused, so that another kernel followed;
+     with hpml_cuda_desc.tune how many products (fused and apart count as two) have a choice by the clock, how many of
+     these choices are from a checkpoint or rank 0, not the first proposal, or to leave the epilogue apart;
      products by this header's own kernels, and how many of these cuBLASLt had refused;
    - the same for convolutions and cuDNN, with the algorithms of each pass;
    - the workspace, and the largest workspace that an algorithm wanted;
@@ -3853,6 +3862,7 @@ HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, hpmlg_epilogue 
 HPMLG_FN hpmlg_epilogue hpmlg_gemm_run(hpmlg_device *d, hpmlg_gemm *g)
 {
     hpmlg_epilogue done = {};
+    if (g->c.type == HPML_DTYPE_F32) g->bias_half = g->bias;
     if (!hpmlg_ok(d) || hpmlg_blas_product(d, g, &done)) return done;
     done.derivative = g->back;
     d->work.products[1]++;
@@ -3926,10 +3936,11 @@ HPMLG_FN void hpmlg_list_add(int list[16], int *count, int v)
 }
 
 #ifdef HPML_CUDA_NO_CUBLAS
-HPMLG_FN bool hpmlg_blas_product(hpmlg_device *, hpmlg_gemm *, hpmlg_epilogue *) { return false; }
-HPMLG_FN int  hpmlg_blas_algorithms(const hpmlg_device *, int *) { return 0; }
-HPMLG_FN void hpmlg_blas_open(hpmlg_device *) {}
-HPMLG_FN void hpmlg_blas_close(hpmlg_device *) {}
+HPMLG_FN bool    hpmlg_blas_product(hpmlg_device *, hpmlg_gemm *, hpmlg_epilogue *) { return false; }
+HPMLG_FN void    hpmlg_blas_open(hpmlg_device *) {}
+HPMLG_FN void    hpmlg_blas_close(hpmlg_device *) {}
+HPMLG_FN int64_t hpmlg_choices(void *, int64_t *, int64_t) { return 0; }
+HPMLG_FN void    hpmlg_choose(void *, const int64_t *, int64_t, bool) {}
 #else
 HPMLG_FN hpml_status hpmlg_blas_check(hpmlg_device *d, cublasStatus_t s, const char *what)
 {
@@ -3951,18 +3962,25 @@ typedef struct hpmlg_blas_key {
 
 typedef struct hpmlg_blas_plan {
     hpmlg_blas_key         key;
+    int64_t                choice;       /* 1 + index among cuBLASLt's proposals of the fastest; 0: none was timed */
+    int64_t                id;           /* number of the algorithm in cuBLASLt */
+    int64_t                apart;        /* 1: the product is faster with its epilogue as a kernel of its own */
     uint64_t               used;         /* hpmlg_device.clock at the last use; 0: the entry is free */
     bool                   set, usable;  /* set: cuBLASLt was asked for an algorithm; usable: it gave one that runs */
-    int                    id;           /* number of the algorithm in cuBLASLt */
+    bool                   taken;        /* true: choice, id and apart are from a checkpoint or another rank */
     cublasLtMatmulDesc_t   op;
     cublasLtMatrixLayout_t a, b, c;
     cublasLtMatmulAlgo_t   algo;
 } hpmlg_blas_plan;
 
-#define HPMLG_BLAS_PLANS 256
+#define HPMLG_BLAS_PLANS     256
+#define HPMLG_BLAS_PROPOSALS 8 /* algorithms of cuBLASLt that are timed */
 
 typedef struct hpmlg_blas {
     cublasLtHandle_t handle;
+    cudaEvent_t      from, to;  /* with hpml_cuda_desc.tune: begin and end of a timed run */
+    bool             ignored;   /* true: choices of a checkpoint or another rank do not fit this device */
+    bool             settled;   /* true: ranks have agreed on their choices, so that nothing more is timed */
     hpmlg_blas_plan  plans[HPMLG_BLAS_PLANS];
 } hpmlg_blas;
 
@@ -4016,63 +4034,11 @@ HPMLG_FN cublasStatus_t hpmlg_blas_describe(const hpmlg_device *d, hpmlg_blas_pl
     return s;
 }
 
-/* Sets the addresses of bias and z, the activation's saved input (NULL: none), in a plan's cuBLASLt descriptor. */
-HPMLG_FN cublasStatus_t hpmlg_blas_set_pointers(hpmlg_blas_plan *p, const void *bias, void *z)
+/* Describes the product g in *k for cuBLASLt. Returns false if cuBLASLt must not be asked. The bias, or the bias sums,
+   must be aligned to 16 bytes, because cuBLASLt has no preference for the alignment of vectors. */
+HPMLG_FN bool hpmlg_blas_key_of(hpmlg_blas_key *k, const hpmlg_gemm *g)
 {
-    cublasStatus_t s = CUBLAS_STATUS_SUCCESS;
-    if (bias) HPMLG_BLAS_SET(BIAS_POINTER, bias);
-    if (z) HPMLG_BLAS_SET(EPILOGUE_AUX_POINTER, z);
-    return s;
-}
-
-/* Asks cuBLASLt for an algorithm for plan p; keeps the answer in *p, a refusal too. bias, z: addresses of the bias and
-   of the activation's saved input; NULL: the product has none. */
-HPMLG_FN void hpmlg_blas_choose(hpmlg_device *d, hpmlg_blas *blas, hpmlg_blas_plan *p, const void *bias, void *z)
-{
-    cublasLtMatmulPreference_t       want = NULL;
-    cublasLtMatmulHeuristicResult_t  found[4];
-    int                              count = 0;
-    uint32_t                         align = (uint32_t)p->key.align;
-    cublasStatus_t s = hpmlg_blas_describe(d, p);
-    HPMLG_TRY(s, hpmlg_blas_set_pointers(p, bias, z));
-    HPMLG_TRY(s, cublasLtMatmulPreferenceCreate(&want));
-    HPMLG_TRY(s, cublasLtMatmulPreferenceSetAttribute(want, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                                                      &d->d.workspace, sizeof d->d.workspace));
-    for (int i = 0; i < 4; i++) {
-        static const cublasLtMatmulPreferenceAttributes_t bytes[4] = {
-            CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
-            CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES };
-        HPMLG_TRY(s, cublasLtMatmulPreferenceSetAttribute(want, bytes[i], &align, sizeof align));
-    }
-    HPMLG_TRY(s, cublasLtMatmulAlgoGetHeuristic(blas->handle, p->op, p->a, p->b, p->c, p->c, want, 4, found, &count));
-    if (want) cublasLtMatmulPreferenceDestroy(want);
-    p->set = true;
-    for (int i = 0; i < count && s == CUBLAS_STATUS_SUCCESS && !p->usable; i++) {
-        if (found[i].state != CUBLAS_STATUS_SUCCESS) continue;
-        size_t written = 0;
-        p->usable = true;
-        p->algo   = found[i].algo;
-        p->id     = -1;
-        cublasLtMatmulAlgoConfigGetAttribute(&p->algo, CUBLASLT_ALGO_CONFIG_ID, &p->id, sizeof p->id, &written);
-        if (found[i].workspaceSize > d->workspace_wanted) d->workspace_wanted = found[i].workspaceSize;
-    }
-    if (!hpmlg_blas_refused(s)) hpmlg_blas_check(d, s, "cublasLtMatmulAlgoGetHeuristic");
-}
-
-/* Lists cuBLASLt's numbers of the algorithms that products use, each number once; returns how many there are. */
-HPMLG_FN int hpmlg_blas_algorithms(const hpmlg_device *d, int list[16])
-{
-    const hpmlg_blas *blas = (const hpmlg_blas *)d->blas;
-    int               count = 0;
-    for (int i = 0; blas && i < HPMLG_BLAS_PLANS; i++)
-        if (blas->plans[i].usable) hpmlg_list_add(list, &count, blas->plans[i].id);
-    return count;
-}
-
-/* Describes the product g in *k for cuBLASLt. Returns false if cuBLASLt must not be asked. line: the vector of bias or
-   of bias sums, which must be aligned to 16 bytes, because cuBLASLt has no preference for the alignment of vectors. */
-HPMLG_FN bool hpmlg_blas_key_of(hpmlg_blas_key *k, const hpmlg_gemm *g, const void *line)
-{
+    const void *line = g->sums ? g->sums : g->bias_half;
     memset(k, 0, sizeof *k);
     if (g->a.x.type != g->b.x.type || (g->c.type != g->a.x.type && g->c.type != HPML_DTYPE_F32)) return false;
     k->trans_a = !g->a.along_k;
@@ -4128,40 +4094,116 @@ HPMLG_FN void hpmlg_blas_count(hpmlg_device *d, cublasLtEpilogue_t e, bool refus
     }
 }
 
+/* Returns true if plan p fuses more into the product's kernel than the bias. */
+HPMLG_FN bool hpmlg_blas_fuses(const hpmlg_blas_plan *p)
+{
+    return p->key.epilogue != CUBLASLT_EPILOGUE_BIAS && p->key.epilogue != CUBLASLT_EPILOGUE_DEFAULT;
+}
+
+/* Sets the addresses of bias (or bias sums) and z of the product g in plan p's cuBLASLt descriptor. */
+HPMLG_FN cublasStatus_t hpmlg_blas_set_pointers(hpmlg_blas_plan *p, const hpmlg_gemm *g)
+{
+    const void    *line = p->key.epilogue == CUBLASLT_EPILOGUE_BGRADB ? g->sums : g->bias_half;
+    cublasStatus_t s = CUBLAS_STATUS_SUCCESS;
+    if (line) HPMLG_BLAS_SET(BIAS_POINTER, line);
+    if (g->z.p && hpmlg_blas_fuses(p)) HPMLG_BLAS_SET(EPILOGUE_AUX_POINTER, g->z.p);
+    return s;
+}
+
+/* Runs the product g, with its activation, by plan p and the algorithm `algo`. */
+HPMLG_FN cublasStatus_t hpmlg_blas_run(hpmlg_device *d, hpmlg_blas_plan *p, const hpmlg_gemm *g,
+                                       const cublasLtMatmulAlgo_t *algo)
+{
+    bool           act_after = g->act && !g->back && !hpmlg_blas_fuses(p);
+    hpmlg_array    c = act_after && g->z.p ? g->z : g->c;
+    float          beta = g->add ? 1.0f : 0.0f;
+    cublasStatus_t s = hpmlg_blas_set_pointers(p, g);
+    HPMLG_TRY(s, cublasLtMatmul(((hpmlg_blas *)d->blas)->handle, p->op, &g->alpha, g->b.x.p, p->a, g->a.x.p, p->b,
+                                &beta, c.p, p->c, c.p, p->c, algo, d->workspace, d->d.workspace, d->stream));
+    if (s == CUBLAS_STATUS_SUCCESS && act_after)
+        HPMLG_RUN_ITEMS(d, hpmlg_k_act, g->m * g->n, 2048, g->c, c, hpmlg_array_null(), (int)g->act, g->slope,
+                        g->m * g->n, false);
+    return s;
+}
+
+/* Asks cuBLASLt for algorithms for plan p of the product g: `count` of them in found. */
+HPMLG_FN cublasStatus_t hpmlg_blas_ask(hpmlg_device *d, hpmlg_blas_plan *p, const hpmlg_gemm *g,
+                                       cublasLtMatmulHeuristicResult_t *found, int *count)
+{
+    cublasLtMatmulPreference_t want = NULL;
+    uint32_t                   align = (uint32_t)p->key.align;
+    cublasStatus_t             s = hpmlg_blas_describe(d, p);
+    HPMLG_TRY(s, hpmlg_blas_set_pointers(p, g));
+    HPMLG_TRY(s, cublasLtMatmulPreferenceCreate(&want));
+    HPMLG_TRY(s, cublasLtMatmulPreferenceSetAttribute(want, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                                                      &d->d.workspace, sizeof d->d.workspace));
+    for (int i = 0; i < 4; i++) {
+        static const cublasLtMatmulPreferenceAttributes_t bytes[4] = {
+            CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+            CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES };
+        HPMLG_TRY(s, cublasLtMatmulPreferenceSetAttribute(want, bytes[i], &align, sizeof align));
+    }
+    HPMLG_TRY(s, cublasLtMatmulAlgoGetHeuristic(((hpmlg_blas *)d->blas)->handle, p->op, p->a, p->b, p->c, p->c, want,
+                                                d->d.tune ? HPMLG_BLAS_PROPOSALS : 4, found, count));
+    if (want) cublasLtMatmulPreferenceDestroy(want);
+    if (s != CUBLAS_STATUS_SUCCESS) *count = 0;
+    return s;
+}
+
+HPMLG_FN int hpmlg_blas_id(const cublasLtMatmulAlgo_t *algo)
+{
+    int    id = -1; /* the number by which cuBLASLt knows the algorithm */
+    size_t written = 0;
+    cublasLtMatmulAlgoConfigGetAttribute(algo, CUBLASLT_ALGO_CONFIG_ID, &id, sizeof id, &written);
+    return id;
+}
+
+HPMLG_FN int hpmlg_blas_pick(hpmlg_device *d, hpmlg_blas_plan *p, const hpmlg_gemm *g,
+                             const cublasLtMatmulHeuristicResult_t *found, int count);
+
+/* Returns the plan of the product g; full: with all that cuBLASLt can fuse, else with the bias alone. For a new plan
+   asks cuBLASLt for algorithms and keeps one of them, or the refusal. */
+HPMLG_FN hpmlg_blas_plan *hpmlg_blas_plan_of(hpmlg_device *d, const hpmlg_gemm *g, bool full)
+{
+    cublasLtMatmulHeuristicResult_t found[HPMLG_BLAS_PROPOSALS];
+    hpmlg_blas_key                  key;
+    int                             count = 0;
+    hpmlg_blas_key_of(&key, g);
+    key.epilogue = (int64_t)hpmlg_blas_epilogue(d, g, full);
+    if (!full && g->act && !g->back && g->z.p) key.c_type = g->z.type;
+    hpmlg_blas_plan *p = hpmlg_cache_find(d, ((hpmlg_blas *)d->blas)->plans, key);
+    if (p->set) return p;
+    cublasStatus_t s = hpmlg_blas_ask(d, p, g, found, &count);
+    int            pick = hpmlg_blas_pick(d, p, g, found, count);
+    p->set    = true;
+    p->usable = pick >= 0;
+    if (p->usable) {
+        p->algo = found[pick].algo;
+        p->id   = hpmlg_blas_id(&p->algo);
+        if (found[pick].workspaceSize > d->workspace_wanted) d->workspace_wanted = found[pick].workspaceSize;
+    }
+    if (!hpmlg_blas_refused(s)) hpmlg_blas_check(d, s, "cublasLtMatmulAlgoGetHeuristic");
+    return p;
+}
+
 /* Runs the product g by cuBLASLt: first with activation, derivative or sums fused, if there are any; if cuBLASLt has no
-   such product, with the bias alone and the activation as a kernel after it. *done: what was fused. Returns false if
-   cuBLASLt cannot run the product in either way. */
+   such product, or it is slower, with the bias alone and the activation as a kernel after it. *done: what was fused.
+   Returns false if cuBLASLt cannot run the product in either way. */
 HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, hpmlg_epilogue *done)
 {
-    hpmlg_blas    *blas = (hpmlg_blas *)d->blas;
     hpmlg_blas_key key;
-    const void    *bias = g->c.type != HPML_DTYPE_F32 && g->bias ? g->bias_half : g->bias;
-    float          beta = g->add ? 1.0f : 0.0f;
-    bool           act  = g->act != HPML_ACT_NONE && !g->back, one = g->ldc == g->n && g->batch == 1;
-    if (!blas || !hpmlg_blas_key_of(&key, g, g->sums ? g->sums : bias)) return false;
-    if ((g->bias && !bias) || (act && !one)) return false;
+    bool           act = g->act != HPML_ACT_NONE && !g->back, one = g->ldc == g->n && g->batch == 1;
+    if (!d->blas || !hpmlg_blas_key_of(&key, g)) return false;
+    if ((g->bias && !g->bias_half) || (act && !one)) return false;
     for (int full = act || g->back || g->sums; full >= 0; full--) {
-        cublasLtEpilogue_t e = hpmlg_blas_epilogue(d, g, full);
-        bool        plain = e == CUBLASLT_EPILOGUE_BIAS || e == CUBLASLT_EPILOGUE_DEFAULT, act_after = act && plain;
-        void       *z = !plain ? g->z.p : NULL;
-        void       *c = act_after && g->z.p ? g->z.p : g->c.p;
-        const void *line = e == CUBLASLT_EPILOGUE_BGRADB ? g->sums : bias;
-        if (plain && full) continue; /* no more than the bias can be fused: next turn */
-        key.epilogue = (int64_t)e;
-        key.c_type   = act_after && g->z.p ? g->z.type : g->c.type;
-        hpmlg_blas_plan *p = hpmlg_cache_find(d, blas->plans, key);
-        if (!p->set) hpmlg_blas_choose(d, blas, p, line, z);
-        cublasStatus_t s = p->usable ? hpmlg_blas_set_pointers(p, line, z) : CUBLAS_STATUS_NOT_SUPPORTED;
-        HPMLG_TRY(s, cublasLtMatmul(blas->handle, p->op, &g->alpha, g->b.x.p, p->a, g->a.x.p, p->b, &beta, c, p->c, c,
-                                    p->c, &p->algo, d->workspace, d->d.workspace, d->stream));
+        hpmlg_blas_plan *p = hpmlg_blas_plan_of(d, g, full);
+        if (full && (!hpmlg_blas_fuses(p) || p->apart)) continue; /* next turn: no more than the bias is fused */
+        cublasStatus_t s = p->usable ? hpmlg_blas_run(d, p, g, &p->algo) : CUBLAS_STATUS_NOT_SUPPORTED;
         p->usable = !hpmlg_blas_refused(s); /* some refusals come only from this call */
-        hpmlg_blas_count(d, e, !p->usable);
+        hpmlg_blas_count(d, (cublasLtEpilogue_t)p->key.epilogue, !p->usable);
         if (!p->usable) continue;
         hpmlg_blas_check(d, s, "cublasLtMatmul");
         d->work.products[0]++;
-        if (act_after)
-            HPMLG_RUN_ITEMS(d, hpmlg_k_act, g->m * g->n, 2048, g->c, g->z.p ? g->z : g->c, hpmlg_array_null(),
-                            (int)g->act, g->slope, g->m * g->n, false);
         done->derivative = full && g->back;
         done->row_sums   = full && g->sums;
         return true;
@@ -4175,13 +4217,148 @@ HPMLG_FN void hpmlg_blas_open(hpmlg_device *d)
     hpmlg_blas *blas = (hpmlg_blas *)hpml_ctx_alloc(d->ctx, sizeof *blas, NULL);
     d->blas = blas;
     if (blas) hpmlg_blas_check(d, cublasLtCreate(&blas->handle), "cublasLtCreate");
+    if (blas && d->d.tune) hpmlg_check(d, cudaEventCreate(&blas->from), "an event");
+    if (blas && d->d.tune) hpmlg_check(d, cudaEventCreate(&blas->to), "an event");
 }
 
 HPMLG_FN void hpmlg_blas_close(hpmlg_device *d)
 {
     hpmlg_blas *blas = (hpmlg_blas *)d->blas;
     for (int i = 0; blas && i < HPMLG_BLAS_PLANS; i++) hpmlg_destroy(&blas->plans[i]);
+    if (blas && blas->from) cudaEventDestroy(blas->from);
+    if (blas && blas->to) cudaEventDestroy(blas->to);
     if (blas && blas->handle) cublasLtDestroy(blas->handle);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>gpu-tune   products chosen by the clock
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* cuBLASLt sorts its algorithms for a product by estimated time. With hpml_cuda_desc.tune they run a few times while a
+   pass first runs, and the fastest is kept; likewise of a product with its epilogue fused and apart. These runs write
+   to memory of their own, because a product may add to its result. A choice is an index among cuBLASLt's proposals, so
+   that a choice from a file, whatever it is, runs no more than what cuBLASLt proposes. */
+
+HPMLG_FN void hpmlg_act_bias_grad(hpmlg_device *d, hpmlg_array dy, hpmlg_array v, hpml_act act, float slope,
+                                  hpmlg_strides w, float *db, bool add);
+
+/* Returns the milliseconds of the fastest run of the product g by plan p and the algorithm `algo`, with the kernels by
+   which g's caller does what is not fused; HUGE_VALF: cuBLASLt refuses, or an error is on the context. */
+HPMLG_FN float hpmlg_tune_time(hpmlg_device *d, hpmlg_blas_plan *p, const hpmlg_gemm *g,
+                               const cublasLtMatmulAlgo_t *algo)
+{
+    const hpmlg_blas *blas = (const hpmlg_blas *)d->blas;
+    hpmlg_strides     cells = hpmlg_broadcast_strides(1, g->m, g->n), sums = hpmlg_broadcast_strides(1, g->k, g->m);
+    float             least = HUGE_VALF, ms = 0;
+    for (int i = 0; i < 6; i++) { /* of which the first may take longer */
+        cudaError_t e = cudaEventRecord(blas->from, d->stream);
+        if (hpmlg_blas_run(d, p, g, algo) != CUBLAS_STATUS_SUCCESS) return HUGE_VALF;
+        if (g->back && !hpmlg_blas_fuses(p))
+            hpmlg_act_bias_grad(d, g->c, g->z, (hpml_act)g->act, g->slope, cells, NULL, false);
+        if (g->sums && !hpmlg_blas_fuses(p))
+            hpmlg_act_bias_grad(d, g->a.x, hpmlg_array_null(), HPML_ACT_NONE, 0, sums, g->sums, false);
+        HPMLG_TRY(e, cudaEventRecord(blas->to, d->stream));
+        HPMLG_TRY(e, cudaEventSynchronize(blas->to));
+        HPMLG_TRY(e, cudaEventElapsedTime(&ms, blas->from, blas->to));
+        d->waits++;
+        if (hpmlg_check(d, e, "timing a product") != HPML_OK) return HUGE_VALF;
+        if (ms < least) least = ms;
+    }
+    return least;
+}
+
+/* Times the proposals found[first] to found[count - 1] for plan p of the product g and, if p fuses more than the bias,
+   the product that does not. Returns the index of the fastest; `first` if there is no memory. */
+HPMLG_FN int hpmlg_tune(hpmlg_device *d, hpmlg_blas_plan *p, const hpmlg_gemm *g,
+                        const cublasLtMatmulHeuristicResult_t *found, int first, int count)
+{
+    hpmlg_gemm       copy  = *g;
+    hpmlg_blas_plan *apart = hpmlg_blas_fuses(p) ? hpmlg_blas_plan_of(d, g, false) : NULL;
+    int64_t          cells = (g->batch - 1) * g->c_batch + (g->m - 1) * g->ldc + g->n;
+    size_t           bytes = (size_t)(cells + 63) / 64 * 64 * sizeof(float); /* of c, and of z, which may be halves */
+    char            *memory = (char *)hpmlg_alloc(d, 2 * bytes + (size_t)g->m * sizeof(float));
+    float            least = HUGE_VALF, ms;
+    if (!memory) return first;
+    copy.c.p = memory;
+    if (g->z.p && !g->back) copy.z.p = memory + bytes;
+    if (g->sums) copy.sums = (float *)(void *)(memory + 2 * bytes);
+    for (int i = first; i < count; i++) {
+        ms = found[i].state == CUBLAS_STATUS_SUCCESS ? hpmlg_tune_time(d, p, &copy, &found[i].algo) : HUGE_VALF;
+        if (ms < least) p->choice = i + 1;
+        if (ms < least) least = ms;
+    }
+    if (p->choice && apart && apart->choice) p->apart = hpmlg_tune_time(d, apart, &copy, &apart->algo) < least;
+    hpmlg_free(d, memory, 0);
+    return p->choice > 0 ? (int)p->choice - 1 : first;
+}
+
+/* Returns the index in `found` of the algorithm for plan p of the product g: the choice taken from a checkpoint or
+   another rank, else the fastest or, if none is timed, the first; -1: there is none. */
+HPMLG_FN int hpmlg_blas_pick(hpmlg_device *d, hpmlg_blas_plan *p, const hpmlg_gemm *g,
+                             const cublasLtMatmulHeuristicResult_t *found, int count)
+{
+    int64_t choice = p->choice;
+    int     first = 0;
+    while (first < count && found[first].state != CUBLAS_STATUS_SUCCESS) first++;
+    if (p->taken && choice > 0 && choice <= count && found[choice - 1].state == CUBLAS_STATUS_SUCCESS &&
+        hpmlg_blas_id(&found[choice - 1].algo) == p->id)
+        return (int)choice - 1;
+    if (p->taken) ((hpmlg_blas *)d->blas)->ignored = true;
+    p->taken  = false;
+    p->choice = 0;
+    p->apart  = 0;
+    if (first == count) return -1;
+    if (!d->d.tune || d->recording || ((hpmlg_blas *)d->blas)->settled) return first;
+    return hpmlg_tune(d, p, g, found, first, count);
+}
+
+#define HPMLG_SETTING 6 /* numbers on which cuBLASLt's proposals depend */
+#define HPMLG_CHOICE  ((int64_t)(offsetof(hpmlg_blas_plan, used) / sizeof(int64_t))) /* int64_t's up to `used` */
+
+/* Implements the backend's `choices`: the setting, then the numbers of each plan with a choice. */
+HPMLG_FN int64_t hpmlg_choices(void *device, int64_t *numbers, int64_t capacity)
+{
+    const hpmlg_device *d    = hpmlg_make_current(device);
+    const hpmlg_blas   *blas = (const hpmlg_blas *)d->blas;
+    hpml_cuda_info      gpu = {};
+    int64_t             n = HPMLG_SETTING;
+    if (!blas || !d->d.tune) return 0;
+    hpml_cuda_device_info(d->d.device, &gpu);
+    const int64_t setting[HPMLG_SETTING] = { (int64_t)cublasLtGetVersion(), gpu.major * 10 + gpu.minor,
+                                             gpu.multiprocessors, (int64_t)(gpu.memory >> 30), d->d.precision,
+                                             (int64_t)d->d.workspace };
+    if (n <= capacity) memcpy(numbers, setting, sizeof setting);
+    for (const hpmlg_blas_plan &p : blas->plans) {
+        if (p.choice == 0) continue;
+        n += HPMLG_CHOICE;
+        if (n <= capacity) memcpy(numbers + n - HPMLG_CHOICE, &p, (size_t)HPMLG_CHOICE * sizeof *numbers);
+    }
+    return n;
+}
+
+/* Implements the backend's `choose`. If a choice changes, passes run op by op once more, then are recorded again. */
+HPMLG_FN void hpmlg_choose(void *device, const int64_t *numbers, int64_t count, bool settled)
+{
+    hpmlg_device   *d    = hpmlg_make_current(device);
+    hpmlg_blas     *blas = (hpmlg_blas *)d->blas;
+    hpmlg_blas_plan taken = {};
+    int64_t         setting[HPMLG_SETTING];
+    if (hpmlg_choices(d, setting, HPMLG_SETTING) == 0) return;
+    blas->settled = settled;
+    blas->ignored = count < HPMLG_SETTING || memcmp(numbers, setting, sizeof setting) != 0;
+    for (int64_t at = HPMLG_SETTING; !blas->ignored && at + HPMLG_CHOICE <= count; at += HPMLG_CHOICE) {
+        memcpy((void *)&taken, numbers + at, (size_t)HPMLG_CHOICE * sizeof *numbers);
+        hpmlg_blas_plan *p = hpmlg_cache_find(d, blas->plans, taken.key);
+        if (memcmp((void *)p, numbers + at, (size_t)HPMLG_CHOICE * sizeof *numbers) == 0) continue;
+        taken.used  = p->used;
+        taken.taken = true;
+        hpmlg_destroy(p);
+        *p = taken;
+        for (hpmlg_pass &pass : d->passes) {
+            hpmlg_destroy(&pass);
+            pass.has_run = false;
+        }
+    }
 }
 #endif
 
@@ -7305,6 +7482,28 @@ HPMLG_FN void hpmlg_line_own(hpmlg_line *l, const long long ran[2], long long re
     if (refused) hpmlg_line_add(l, " (%lld refused)", refused);
 }
 
+#ifdef HPML_CUDA_NO_CUBLAS
+HPMLG_FN void hpmlg_line_blas(hpmlg_line *, const hpmlg_device *) {}
+#else
+HPMLG_FN void hpmlg_line_blas(hpmlg_line *l, const hpmlg_device *d)
+{
+    const hpmlg_blas *blas = (const hpmlg_blas *)d->blas;
+    int               list[16] = { 0 }, count = 0, chosen = 0, taken = 0, other = 0, apart = 0;
+    for (int i = 0; blas && i < HPMLG_BLAS_PLANS; i++) {
+        const hpmlg_blas_plan *p = &blas->plans[i];
+        if (p->usable) hpmlg_list_add(list, &count, (int)p->id);
+        chosen += p->choice > 0;
+        taken  += p->taken;
+        other  += p->choice > 1;
+        apart  += p->apart != 0;
+    }
+    hpmlg_line_list(l, "; algorithms", list, count);
+    if (blas && d->d.tune)
+        hpmlg_line_add(l, "; tuned %d, %d taken over, %d not the first, %d apart%s", chosen, taken, other, apart,
+                       blas->ignored ? ", unfit choices ignored" : "");
+}
+#endif
+
 HPML_API int hpml_cuda_text(const hpml_ctx *ctx, char *buffer, size_t size)
 {
     static const char *const passes[] = { "; forward", "; dx", "; dw" };
@@ -7316,7 +7515,7 @@ HPML_API int hpml_cuda_text(const hpml_ctx *ctx, char *buffer, size_t size)
     const hpmlg_work_counts *r = &d->work;
     hpmlg_line_add(&l, "products: %lld by cuBLASLt", r->products[0]);
     hpmlg_line_epilogues(&l, " with ", r->epilogues[0]);
-    hpmlg_line_list(&l, "; algorithms", list, hpmlg_blas_algorithms(d, list));
+    hpmlg_line_blas(&l, d);
     hpmlg_line_epilogues(&l, "; refused ", r->epilogues[1]);
     hpmlg_line_own(&l, r->products, r->products_refused);
     hpmlg_line_add(&l, " | convolutions: %lld by cuDNN", r->convolutions[0]);
@@ -7517,9 +7716,10 @@ HPML_API const hpml_backend *hpml_backend_cuda(void)
         HPML_OPS(HPMLG_X)
 #undef HPMLG_X
     };
-    static const hpml_backend cuda = { "cuda", hpmlg_open, hpmlg_close, hpmlg_alloc, hpmlg_free, hpmlg_write,
-        hpmlg_read, hpmlg_zero, hpmlg_sync, ops, hpmlg_update, hpmlg_sumsq, hpmlg_act_dtype, hpmlg_plan, hpmlg_begin,
-        hpmlg_end, hpmlg_count_hits, hpmlg_encode, hpmlg_decode, hpmlg_time_op, false, false };
+    static const hpml_backend cuda = {
+        "cuda", hpmlg_open, hpmlg_close, hpmlg_alloc, hpmlg_free, hpmlg_write, hpmlg_read, hpmlg_zero, hpmlg_sync, ops,
+        hpmlg_update, hpmlg_sumsq, hpmlg_act_dtype, hpmlg_plan, hpmlg_begin, hpmlg_end, hpmlg_count_hits, hpmlg_encode,
+        hpmlg_decode, hpmlg_time_op, hpmlg_choices, hpmlg_choose, false, false };
     return &cuda;
 }
 

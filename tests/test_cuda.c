@@ -5,8 +5,8 @@
 #include "test.h"
 #include "op_cases.h"
 #include "loss_scale.h"
+#include "files.h"
 
-#include <unistd.h>
 
 #define MOST 40 /* arrays of a case: loss, gradient of x, parameters' gradients */
 
@@ -1817,6 +1817,306 @@ TEST(hpml_cuda_text_counts_refusals)
     ENSURE(n == (int)strlen(whole) && hpml_cuda_text(ctx, text, 8) == n && strlen(text) == 7);
     ENSURE(hpml_cuda_text(ctx, NULL, 0) == n && hpml_cuda_text(NULL, text, sizeof text) == 0 && !text[0]);
     hpml_ctx_free(ctx);
+}
+
+/* A training of two layers and a table whose gradients are added up over micro-batches, with products by cuBLASLt. */
+typedef struct tuned {
+    hpml_cuda_desc cuda;
+    int32_t        accumulate, steps; /* steps 0: 4 */
+    const char    *load, *save;
+    uint64_t       hash;
+    char           text[1024];        /* of hpml_cuda_text, or an error */
+} tuned;
+
+static hpml_status tuned_train(tuned *j)
+{
+    enum { B = 16, IN = 24, HIDDEN = 64, CLASSES = 8 };
+    float         *x = numbers(7, B * IN, 0);
+    int32_t        y[B];
+    for (int i = 0; i < B; i++) y[i] = i % CLASSES;
+    hpml_ctx      *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 4, .threads = 1, .backend = hpml_backend_cuda(),
+                                                           .backend_desc = &j->cuda });
+    hpml_linear_desc gelu = { .activation = HPML_ACT_GELU };
+    hpml_tensor     *in = hpml_input_2d(ctx, B, IN);
+    hpml_tensor     *h = hpml_linear(in, HIDDEN, &gelu);
+    hpml_tensor     *out = hpml_linear(hpml_linear(h, HIDDEN, &gelu), CLASSES, NULL);
+    hpml_trainer    *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){
+        .input = in, .output = out, .lr = 0.1f, .accumulate = j->accumulate });
+    if (j->load) hpml_checkpoint_load(t, j->load);
+    for (int i = 0; i < (j->steps ? j->steps : 4); i++) hpml_trainer_step(t, x, y, B, NULL);
+    if (j->save) hpml_checkpoint_save(t, j->save);
+    hpml_status status = hpml_ctx_status(ctx);
+    j->hash = hpml_param_hash(ctx);
+    if (status != HPML_OK) snprintf(j->text, sizeof j->text, "%s", hpml_ctx_error(ctx));
+    else hpml_cuda_text(ctx, j->text, sizeof j->text);
+    hpml_ctx_free(ctx);
+    free(x);
+    return status;
+}
+
+/* The number that follows `what` in a text of hpml_cuda_text; -1: not found. */
+static int number_after(const char *text, const char *what)
+{
+    const char *at = strstr(text, what);
+    return at ? atoi(at + strlen(what)) : -1;
+}
+
+/* Four algorithms with these times in microseconds, on a clock that only they and launches of kernels move. */
+static void tuned_times(int a, int b, int c, int d, int launch)
+{
+    const int         us[] = { a, b, c, d };
+    const char *const names[] = { "us 0", "us 1", "us 2", "us 3" };
+    cuda_on_cpu_fault("libraries", 0);
+    cuda_on_cpu_fault("capture", 0);
+    cuda_on_cpu_fault("proposals", 4);
+    cuda_on_cpu_fault("clock", launch);
+    for (int i = 0; i < 4; i++) cuda_on_cpu_fault(names[i], us[i]);
+}
+
+/* The fastest algorithm is kept, the first of equal ones, and none that is refused when it runs; parameters get the
+   bits of a training that times nothing, gradients that are added up included. Without .tune the first is taken. */
+TEST(the_fastest_product_is_kept)
+{
+    static const struct { int us[4]; const char *best; } clocks[] = {
+        { { 50, 30, 10, 40 }, "; algorithms 23; tuned" }, { { 50, 30, -1, 40 }, "; algorithms 22; tuned" },
+        { { 20, 30, 20, 20 }, "; algorithms 21; tuned" }, { { 9, 8, 7, 6 }, "; algorithms 24; tuned" } };
+    if (!cuda_on_cpu_fault) SKIP("needs the emulation");
+    for (int p = HPML_CUDA_F32; p <= HPML_CUDA_F16; p++)
+        EACH(clocks, i) {
+            const int *us = clocks[i].us;
+            tuned     first = { .cuda.precision = (hpml_cuda_precision)p, .accumulate = i % 2 ? 3 : 1 }, best = first;
+            best.cuda.tune = true;
+            tuned_times(us[0], us[1], us[2], us[3], 1000);
+            ENSURE(tuned_train(&first) == HPML_OK && strstr(first.text, "; algorithms 21,"));
+            ENSURE(!strstr(first.text, "tuned"));
+            ENSURE(tuned_train(&best) == HPML_OK && strstr(best.text, clocks[i].best));
+            int products = number_after(best.text, "; tuned ");
+            ENSURE(products >= 8 && number_after(best.text, "taken over, ") == (i == 2 ? 0 : products));
+            ENSURE(strstr(best.text, " 0 taken over, ") && strstr(best.text, " 0 apart,"));
+            ENSURE(first.hash == best.hash);
+            cuda_on_cpu_fault("none", 0);
+            ENSURE(cuda_on_cpu_count("bytes") == 0 && cuda_on_cpu_count("cublas") == 0);
+        }
+}
+
+/* Timed by the device's own clock. On a GPU this prints what the clock chose. */
+TEST(products_are_timed_on_this_device)
+{
+    if (no_device()) SKIP("no CUDA device");
+    for (int p = HPML_CUDA_F32; p <= HPML_CUDA_F16; p++) {
+        tuned j = { .cuda = { .precision = (hpml_cuda_precision)p, .tune = true } };
+        ENSURE(tuned_train(&j) == HPML_OK);
+        if (!emulated()) printf("    precision %d: %s\n", p, j.text);
+        if (strstr(j.text, "products: 0 by cuBLASLt")) continue; /* built without, or refused */
+        ENSURE(number_after(j.text, "; tuned ") >= 8);
+    }
+}
+
+/* An epilogue is fused, or runs as a kernel of its own, whichever is faster. */
+TEST(an_epilogue_that_is_slow_runs_apart)
+{
+    if (!cuda_on_cpu_fault) SKIP("needs the emulation");
+    for (int fused_us = 1; fused_us <= 1000; fused_us *= 1000) {
+        tuned j = { .cuda = { .precision = HPML_CUDA_BF16, .tune = true } }, plain = { .cuda = j.cuda };
+        plain.cuda.tune = false;
+        tuned_times(5, 4, 5, 5, 100);
+        cuda_on_cpu_fault("fused us", fused_us);
+        ENSURE(tuned_train(&j) == HPML_OK && tuned_train(&plain) == HPML_OK);
+        cuda_on_cpu_fault("none", 0);
+        /* gelu and gelu' of two layers, and sums for the third layer's bias: those for the others are then in the
+           kernels of gelu' */
+        ENSURE(number_after(j.text, "not the first, ") == (fused_us == 1 ? 0 : 5));
+        ENSURE((strstr(j.text, "gelu") != NULL) == (fused_us == 1));
+        ENSURE((strstr(j.text, "sums") != NULL) == (fused_us == 1));
+        ENSURE(strstr(j.text, " 0 by own kernels |") && strstr(plain.text, "gelu"));
+        ENSURE(fused_us > 1 || j.hash == plain.hash);
+    }
+}
+
+/* Nothing is timed while a pass is recorded, not even a product whose plan was forgotten for 260 others. */
+TEST(nothing_is_timed_while_a_pass_is_recorded)
+{
+    enum { MANY = 260 };
+    char text[1024];
+    if (!cuda_on_cpu_fault) SKIP("needs the emulation");
+    tuned_times(50, 30, 10, 40, 1000);
+    hpml_cuda_desc cuda = { .tune = true };
+    hpml_ctx      *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .backend = hpml_backend_cuda(), .backend_desc = &cuda });
+    hpml_tensor   *in = hpml_input_2d(ctx, 2, 4), *y = hpml_linear(in, 8, NULL), *all[MANY], *sum = NULL;
+    for (int i = 0; i < MANY; i++) {
+        all[i] = hpml_sum(hpml_linear(in, 8 * (i + 2), NULL), 1);
+        sum    = sum ? hpml_add(sum, all[i]) : all[i];
+    }
+    hpml_graph *one = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
+    hpml_graph *many = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &sum, .output_count = 1 });
+    ENSURE(hpml_graph_forward(one, false, 0) == HPML_OK);
+    ENSURE(hpml_cuda_text(ctx, text, sizeof text) > 0 && strstr(text, "; algorithms 23; tuned 1,"));
+    ENSURE(hpml_graph_forward(many, false, 0) == HPML_OK);
+    ENSURE(hpml_graph_forward(one, false, 0) == HPML_OK); /* recorded */
+    ENSURE(text_number(ctx, " recorded") == 1 && text_number(ctx, " given up") == 0);
+    ENSURE(hpml_cuda_text(ctx, text, sizeof text) > 0 && strstr(text, "; algorithms 23 21; tuned 255,"));
+    hpml_ctx_free(ctx);
+    cuda_on_cpu_fault("none", 0);
+}
+
+/* Without memory for the results of timed runs, the first algorithm is taken, and that is no error. Whatever allocation
+   or launch fails while products are timed, no memory is leaked, and the error is the one of that call. */
+TEST(timing_products_may_fail)
+{
+    char text[1024];
+    if (!cuda_on_cpu_fault) SKIP("needs the emulation");
+    tuned_times(50, 30, 10, 40, 1000);
+    hpml_cuda_desc cuda = { .tune = true };
+    hpml_ctx      *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .backend = hpml_backend_cuda(), .backend_desc = &cuda });
+    hpml_tensor   *y = hpml_linear(hpml_input_2d(ctx, 8, 8), 8, NULL);
+    hpml_graph    *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
+    ENSURE(hpml_graph_alloc(g) == HPML_OK);
+    cuda_on_cpu_fault("memory", cuda_on_cpu_count("bytes") + 100);
+    ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && hpml_cuda_text(ctx, text, sizeof text) > 0);
+    ENSURE(strstr(text, "; algorithms 21; tuned 0, 0 taken over, 0 not the first, 0 apart,"));
+    hpml_ctx_free(ctx);
+    cuda_on_cpu_fault("none", 0);
+    for (int kind = 0; kind < 2; kind++) {
+        int failed = 0, k = 0, passed = 0;
+        do {
+            tuned j = { .cuda = { .precision = HPML_CUDA_BF16, .tune = true, .workspace = 1 << 20 }, .steps = 2 };
+            tuned_times(5, 4, 5, 5, 1);
+            cuda_on_cpu_fault("fused us", 1000);
+            cuda_on_cpu_fault(kind ? "launch" : "malloc", ++k);
+            hpml_status status = tuned_train(&j);
+            cuda_on_cpu_fault("none", 0);
+            ENSURE(cuda_on_cpu_count("bytes") == 0 && cuda_on_cpu_count("cublas") == 0);
+            ENSURE(status == HPML_OK || status == (kind ? HPML_ERR_CUDA : HPML_ERR_MEMORY));
+            passed = status == HPML_OK ? passed + 1 : 0;
+            failed += status != HPML_OK;
+        } while (passed < 20);
+        ENSURE(failed > 12);
+    }
+}
+
+/* A checkpoint has the choices; a training that loads it takes them, and times nothing but what is not among them. */
+TEST(a_checkpoint_has_the_choices)
+{
+    if (!cuda_on_cpu_fault) SKIP("needs the emulation");
+    tuned j = { .cuda = { .precision = HPML_CUDA_BF16, .tune = true }, .save = file("tuned") };
+    tuned_times(50, 30, 10, 40, 100);
+    cuda_on_cpu_fault("fused us", 1000);
+    ENSURE(tuned_train(&j) == HPML_OK && number_after(j.text, "not the first, ") == 5);
+    tuned next = { .cuda = j.cuda, .load = j.save, .save = file("again") };
+    cuda_on_cpu_fault("fused us", 0);
+    tuned_times(50, 5, 10, 40, 100); /* another would be the fastest now */
+    long before = cuda_on_cpu_count("algorithm 22");
+    ENSURE(tuned_train(&next) == HPML_OK && cuda_on_cpu_count("algorithm 22") == before);
+    int products = number_after(j.text, "; tuned ");
+    ENSURE(number_after(next.text, "; tuned ") == products && number_after(next.text, ", ") > 0);
+    char wanted[64];
+    snprintf(wanted, sizeof wanted, "; tuned %d, %d taken over, %d not the first, 5 apart,", products, products,
+             products);
+    ENSURE(strstr(next.text, wanted) && strstr(next.text, "; algorithms 23;"));
+    tuned third = { .cuda = j.cuda, .load = next.save, .accumulate = 2 }; /* and products that add to their result */
+    ENSURE(tuned_train(&third) == HPML_OK && strstr(third.text, "; algorithms 23 22;"));
+    ENSURE(number_after(third.text, "; tuned ") > products);
+    tuned off = { .cuda.precision = HPML_CUDA_BF16, .load = j.save, .save = file("plain") };
+    ENSURE(tuned_train(&off) == HPML_OK && strstr(off.text, "; algorithms 21,") && !strstr(off.text, "ignored"));
+    tuned none = { .cuda = j.cuda, .load = off.save }; /* a file without choices */
+    ENSURE(tuned_train(&none) == HPML_OK && strstr(none.text, "; algorithms 22; tuned"));
+    ENSURE(strstr(none.text, " 0 taken over") && !strstr(none.text, "ignored"));
+    cuda_on_cpu_fault("none", 0);
+}
+
+/* Choices of another version, GPU or setting, and damaged ones, are ignored, and hpml_cuda_text says so. */
+TEST(choices_that_do_not_fit_are_ignored)
+{
+    if (!cuda_on_cpu_fault) SKIP("needs the emulation");
+    tuned j = { .cuda = { .precision = HPML_CUDA_BF16, .tune = true }, .save = file("tuned"), .steps = 1 };
+    tuned_times(50, 30, 10, 40, 1000);
+    ENSURE(tuned_train(&j) == HPML_OK);
+    for (int other = 0; other < 4; other++) {
+        tuned next = { .cuda = j.cuda, .load = j.save, .steps = 3 };
+        tuned_times(50, 5, 10, 40, 1000);
+        if (other == 0) cuda_on_cpu_fault("cublas version", 120001);
+        if (other == 1) cuda_on_cpu_fault("multiprocessors", 16);
+        if (other == 2) next.cuda.precision = HPML_CUDA_F16;
+        if (other == 3) next.cuda.workspace = 1 << 20;
+        ENSURE(tuned_train(&next) == HPML_OK && strstr(next.text, "; algorithms 22; tuned "));
+        ENSURE(strstr(next.text, " 0 taken over,") && strstr(next.text, ", unfit choices ignored,"));
+        cuda_on_cpu_fault("none", 0);
+    }
+    static char bytes[1 << 18];
+    FILE       *f = fopen(j.save, "rb");
+    size_t      size = f ? fread(bytes, 1, sizeof bytes, f) : 0, from = 0, to = 0;
+    if (f) fclose(f);
+    while (from + 14 < size && memcmp(bytes + from, "hpml.choices\":", 14) != 0) from++;
+    for (to = from += 15; to < size && bytes[to] != '"'; to++) {}
+    ENSURE(from < to && to < size && size < sizeof bytes);
+    for (size_t at = from, turn = 0; at < to; at += 1 + (to - from) / 60, turn++) {
+        const char kept = bytes[at], junk[] = "7 #-\x01";
+        bytes[at] = junk[turn % 5];
+        tuned next = { .cuda = j.cuda, .load = put("damaged", bytes, size), .steps = 1 };
+        tuned_times(50, 5, 10, 40, 1000);
+        hpml_status status = tuned_train(&next);
+        cuda_on_cpu_fault("none", 0);
+        if (bytes[at] == 1) ENSURE(status == HPML_ERR_FORMAT); /* no JSON */
+        else if (bytes[at] != kept)
+            ENSURE(status == HPML_OK && strstr(next.text, ", unfit choices ignored"));
+        bytes[at] = kept;
+    }
+}
+
+/* Whatever numbers the backend's `choose` gets, results stay the same: algorithms are those that cuBLASLt proposes. */
+TEST(any_numbers_may_be_chosen)
+{
+    enum { CAPACITY = 20000 };
+    static int64_t numbers_of[CAPACITY], wrong[CAPACITY];
+    const hpml_backend *b = hpml_backend_cuda();
+    const int64_t       values[] = { 0, -1, 1, 2, 7, 99, INT64_MAX, INT64_MIN };
+    if (!cuda_on_cpu_fault) SKIP("needs the emulation");
+    tuned_times(50, 30, 10, 40, 1000);
+    hpml_cuda_desc cuda = { .tune = true };
+    hpml_ctx      *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .backend = b, .backend_desc = &cuda });
+    hpml_linear_desc relu = { .activation = HPML_ACT_RELU };
+    hpml_tensor   *in = hpml_input_2d(ctx, 8, 8), *y = hpml_linear(in, 8, &relu);
+    hpml_graph    *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
+    float          ones[64], first[64], now[64];
+    char           text[1024];
+    for (int i = 0; i < 64; i++) ones[i] = 1;
+    ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_tensor_set(in, ones, 64) == HPML_OK);
+    const long bytes = cuda_on_cpu_count("bytes");
+    ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && hpml_tensor_get(y, first, 64) == HPML_OK);
+    ENSURE(cuda_on_cpu_count("bytes") == bytes); /* the memory of timed runs is freed */
+    const int64_t count = b->choices(hpml_ctx_device(ctx), numbers_of, CAPACITY);
+    ENSURE(count == 6 + 2 * 20 && b->choices(hpml_ctx_device(ctx), NULL, 0) == count); /* relu fused, and apart */
+    for (int64_t at = 0; at < count; at++)
+        EACH(values, v) {
+            memcpy(wrong, numbers_of, sizeof wrong);
+            wrong[at] = values[v];
+            b->choose(hpml_ctx_device(ctx), wrong, v == 2 ? at : count, false);
+            ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && hpml_tensor_get(y, now, 64) == HPML_OK);
+            ENSURE(memcmp(first, now, sizeof now) == 0);
+        }
+    b->choose(hpml_ctx_device(ctx), NULL, 0, false);
+    for (int way = 0; way < 2; way++) { /* the first algorithm for both, then of a number that it does not have */
+        memcpy(wrong, numbers_of, sizeof wrong);
+        for (int64_t at = 6; at < count; at += 20) {
+            wrong[at + 17] = 1;
+            wrong[at + 18] = way ? 55 : 21;
+        }
+        long before = cuda_on_cpu_count("algorithm 21");
+        for (int i = 0; i < 3; i++) ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK); /* is recorded */
+        b->choose(hpml_ctx_device(ctx), wrong, count, false);
+        for (int i = 0; i < 3; i++) ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK);
+        ENSURE(hpml_cuda_text(ctx, text, sizeof text) > 0);
+        ENSURE((strstr(text, ", unfit choices ignored") != NULL) == (way == 1));
+        ENSURE(strstr(text, way ? "; algorithms 23; tuned" : "; algorithms 21; tuned"));
+        if (way == 0) ENSURE(cuda_on_cpu_count("algorithm 21") == before + 2); /* op by op, and recorded again */
+    }
+    for (int i = 0; i < CAPACITY; i++) wrong[i] = i < 6 ? numbers_of[i] : i; /* more choices than plans are kept */
+    b->choose(hpml_ctx_device(ctx), wrong, CAPACITY, false);
+    ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && hpml_tensor_get(y, now, 64) == HPML_OK);
+    ENSURE(memcmp(first, now, sizeof now) == 0);
+    hpml_ctx_free(ctx);
+    cuda_on_cpu_fault("none", 0);
+    ENSURE(cuda_on_cpu_count("cublas") == 0);
 }
 
 /* cuDNN asks for more than 64 MiB: the workspace grows in the first pass, if its size was not set and the GPU has the

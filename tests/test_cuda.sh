@@ -165,6 +165,8 @@ json=$(printf '%-1500s' "{${json#,}}")
     head -c $at /dev/zero | tr '\0' @
 } >"$tmp/weights"
 says '"loss": [0-9.]*, .*"mfu"' 0 $gpt2 --json
+says '; tuned [1-9]' 0 $gpt2
+says '; algorithms 21, 0 by own' 0 $gpt2 --no-tune
 says '^layer  *op  *fwd us' 0 $gpt2 --profile
 says 'step 1  loss 10.8249' 0 $gpt2 --weights "$tmp/weights"
 says '"wte.weight": the file has 50257x16, the model 50257x8' 1 $gpt2 --weights "$tmp/weights" --width 8

@@ -259,6 +259,7 @@ struct stream : std::enable_shared_from_this<stream> {
     std::shared_ptr<bool> held;                     /* true: what it works on does not end */
     graph   *capture = nullptr;
     size_t   captured = 0, joined = 0;
+    long     clock_us = 0;                          /* time of its work, where tests set the clock */
 };
 
 struct event : std::enable_shared_from_this<event> {
@@ -284,6 +285,8 @@ struct state {
                                                        that can be launched, launching it */
     int         devices = 1, major = 9, minor = 0, sms = 132;
     size_t      memory = (size_t)80 << 30;
+    bool        clock_set = false;                  /* events have the time stream::clock_us, not the host's */
+    long        launch_us = 0;                      /* what a kernel's launch adds to that time */
     bool        expecting = false;
     char        caught[512] = "";
 
@@ -1275,8 +1278,9 @@ struct call {
     }
 };
 
-EMU_FN double clock_ms(void)
+EMU_FN double clock_ms(const stream *s)
 {
+    if (all.clock_set) return 1e-3 * (double)s->clock_us;
     return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
@@ -1499,7 +1503,8 @@ EMU_FN void launch_push(stream *on, const launch_of &l)
 {
     all.count.launches++;
     bool fault = all.fail_launch && --all.fail_launch == 0;
-    push(on, [l, fault] {
+    push(on, [to = on->shared_from_this(), l, fault] {
+        to->clock_us += all.launch_us;
         if (fault) all.sticky = cudaErrorIllegalAddress;
         else if (all.check && !strstr(all.unordered, l.name)) grid_check(l);
         else grid_run(l);
@@ -1693,7 +1698,7 @@ EMU_FN cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t on = nullptr)
     e->on = s->shared_from_this(), e->capture = s->capture, e->captured = s->captured;
     if (s->capture) return cudaSuccess;
     e->at = s->pushed + 1;
-    emu::push(s, [keep = e->shared_from_this()] { keep->ms = emu::clock_ms(); });
+    emu::push(s, [s, keep = e->shared_from_this()] { keep->ms = emu::clock_ms(s); });
     return cudaSuccess;
 }
 EMU_FN cudaError_t cudaEventSynchronize(cudaEvent_t e)
@@ -1837,7 +1842,7 @@ EMU_FN void cuda_on_cpu_reset(void)
     std::lock_guard<std::recursive_mutex> hold(emu::all.mutex);
     emu::state fresh, &all = emu::all;
     all.order = fresh.order, all.lazy = fresh.lazy, all.check = fresh.check, all.fail_malloc = all.fail_launch = 0;
-    all.fail_capture = 0;
+    all.fail_capture = 0, all.clock_set = false, all.launch_us = 0;
     all.absent = cudaSuccess, all.wrong_image = all.expecting = false, all.major = 9, all.minor = 0;
     all.sms = fresh.sms, all.devices = fresh.devices, all.memory = fresh.memory, all.count = {};
     all.sticky = emu::last = cudaSuccess, all.sticky_seen = false;
