@@ -5049,16 +5049,15 @@ HPML_API size_t hpml_params_bytes(const hpml_ctx *ctx)
    the contents of the memory as they are. */
 HPMLI_FN hpml_status hpmli_params_place(hpml_ctx *ctx, float *memory, bool keep)
 {
-    int64_t largest = 0, floats = 0; /* of parameters without memory: floats of the largest that cannot be written where
-                                        it will be; floats of all */
+    int64_t largest = 0, floats = 0; /* without memory: floats of the largest that is written elsewhere first; of all */
     int     first = (int)hpmli_min(ctx->param_placed, ctx->param_count), count = ctx->param_count - first;
     for (; count > 0 && (ctx->params[first]->raw || ctx->params[first]->state->kept); count--) first++;
     ctx->param_placed = first;
     for (int i = first; i < ctx->param_count; i++) {
         const hpml_tensor *t = ctx->params[i];
         if (t->raw || t->state->kept) continue;
-        if (!ctx->backend->host || (HPMLI_TRAINS && t->param->shard == 3))
-            largest = hpmli_max(largest, hpmli_param_floats(t));
+        const bool copies = !ctx->backend->host || (HPMLI_TRAINS && t->param->shard == 3);
+        if (copies) largest = hpmli_max(largest, hpmli_param_floats(t));
         floats += hpmli_param_kept(t, 3);
     }
     float *w = largest > 0 ? (float *)hpmli_alloc(ctx, (size_t)largest * sizeof(float)) : NULL;
@@ -5069,11 +5068,10 @@ HPMLI_FN hpml_status hpmli_params_place(hpml_ctx *ctx, float *memory, bool keep)
         if (t->raw || t->state->kept || t->state->away || hpmli_trainable(t) != (i < count)) continue;
         if (whole) hpmli_set_memory(t, memory, t->raw_grad);
         else t->state->kept = memory;
-        const bool direct = whole && ctx->backend->host;
+        const bool   direct = whole && ctx->backend->host;
+        const size_t bytes  = whole ? hpmli_tensor_bytes(t) : (size_t)t->param->keep_count * sizeof *w;
         if (!keep) hpmli_init_values(ctx, t, direct ? memory : w);
-        const float *kept  = whole ? w : w + t->param->keep_first;
-        size_t       bytes = whole ? hpmli_tensor_bytes(t) : (size_t)t->param->keep_count * sizeof *w;
-        if (!keep && !direct) ctx->backend->write(ctx->device, memory, kept, bytes);
+        if (!keep && !direct) ctx->backend->write(ctx->device, memory, whole ? w : w + t->param->keep_first, bytes);
         memory += hpmli_param_kept(t, 3);
     }
     hpmli_free(ctx, w);

@@ -216,11 +216,13 @@
 //     play   programs of all ranks in virtual time
 //     play-servers   programs in virtual time: servers that serve first what comes first, ranks with their own pace
 //     play-acts   programs in virtual time: performing a rank's acts
-//     program   the programs of a plan's ranks: layers, buckets, pipeline tasks
-//     program-step   the programs of a plan's ranks: whole steps, by strategy
+//     program   the programs of a plan's ranks: facts of layers, acts, jobs
+//     program-exchange   the programs of a plan's ranks: exchanges of gradients and values
+//     program-step   the programs of a plan's ranks: layers, pipeline tasks, whole steps by strategy
 //     machines   machines by name, fabrics of nodes, what binds a layer
 //     delta   plays that begin where they differ from an earlier one
-//     forecast   a step of a plan on a machine: check, play, memory, text
+//     play-ranks   plays: which ranks are played for all, their actors
+//     forecast   a step of a plan on a machine: check, memory, text
 //     search   the fastest plan: all of them, or a walk through them
 #ifndef HPML_COMM_H_INCLUDED
 #define HPML_COMM_H_INCLUDED
@@ -19098,7 +19100,7 @@ HPMLC_FN bool hpmlc_play_move(hpmlc_sim *s, int a)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>program   the programs of a plan's ranks: layers, buckets, pipeline tasks
+// >>program   the programs of a plan's ranks: facts of layers, acts, jobs
 // ---------------------------------------------------------------------------------------------------------------------
 /* What ranks do in a step of hpml_distribute, as acts: a program for each stage of the pipeline and for each server. */
 
@@ -19245,6 +19247,9 @@ HPMLC_FN void hpmlc_await_all(const hpmlc_maker *k) /* adds waits for the last j
         if (k->background[by].jobs > 0) hpmlc_await_add(k, hpmlc_job_code(k->background[by].jobs - 1, (hpmlc_list)by));
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>program-exchange   the programs of a plan's ranks: exchanges of gradients and values
+// ---------------------------------------------------------------------------------------------------------------------
 HPMLC_FN bool hpmlc_exchanges(const hpmlc_maker *k) /* true: in each step several ranks average gradients */
 {
     return k->p->strategy == HPML_STRATEGY_SYNC && !k->p->exact && hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS) > 1;
@@ -19489,6 +19494,9 @@ HPMLC_FN void hpmlc_need_add(hpmlc_maker *k, int i, int step)
     if (step < 0) hpmlc_gradient_slot_add(k, b);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>program-step   the programs of a plan's ranks: layers, pipeline tasks, whole steps by strategy
+// ---------------------------------------------------------------------------------------------------------------------
 /* Adds the collectives of a layer's forward or, if `back`, backward pass along the axes sequence and expert. */
 HPMLC_FN void hpmlc_layer_exchange_add(const hpmlc_maker *k, const hpml_layer_facts *l, int64_t samples, bool back)
 {
@@ -19565,9 +19573,6 @@ HPMLC_FN void hpmlc_pass_add(hpmlc_maker *k) /* adds the forward and backward pa
     if (loss) loss->peer = p->pipe - 1;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// >>program-step   the programs of a plan's ranks: whole steps, by strategy
-// ---------------------------------------------------------------------------------------------------------------------
 /* Returns the floats of a rank's parameters on stage k->stage; shards: of its shares of them, as with plan.shard. */
 HPMLC_FN double hpmlc_stage_floats(const hpmlc_maker *k, bool shards)
 {
@@ -20396,69 +20401,8 @@ HPMLC_FN void hpmlc_memo_free(hpmlc_memo *memo)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>forecast   a step of a plan on a machine: check, play, memory, text
+// >>play-ranks   plays: which ranks are played for all, their actors
 // ---------------------------------------------------------------------------------------------------------------------
-HPML_API const char *hpml_term_name(hpml_term term)
-{
-    static const char *const names[HPML_TERM_COUNT] = { "compute", "update", "bubble", "data", "tensor", "sequence",
-                                                        "expert", "servers" };
-    return (unsigned)term < HPML_TERM_COUNT ? names[term] : NULL;
-}
-
-/* Returns why the steps of a plan that hpml_plan_check accepts cannot be forecast; NULL: they can. */
-HPMLC_FN const char *hpmlc_forecast_refused(const hpml_plan *p)
-{
-    const bool plain = p->servers == 0 && !hpmlc_plan_splits(p) && !hpmlc_plan_packs(p);
-    if (!plain && (p->exact || p->route != HPML_ROUTE_ALLREDUCE))
-        return "exact sums and factors have a program only along axis data, without servers and codec; take exact=0 "
-               "and route allreduce, or train in virtual time";
-    if (hpmlc_plan_flows(p) && p->shard > 0)
-        return "the steps of schedules stash and vertical have no program with shard; take shard=0";
-    return NULL;
-}
-
-/* Checks the arguments of a forecast; writes the reason of a refusal to `to`. */
-HPMLC_FN hpml_status hpmlc_forecast_check(const hpml_plan *plan, const hpml_model_facts *f, const hpml_machine *m,
-                                          const hpmlc_text *to)
-{
-    const hpml_status wrong = HPML_ERR_ARGUMENT;
-    if (!plan || !f || !m) return hpmlc_refuse(to, wrong, "forecast: no plan, no model or no machine");
-    if (f->_begin || f->_end || m->_begin || m->_end)
-        return hpmlc_refuse(to, wrong, "forecast: a canary is not zero; zero facts and machine before you set fields");
-    if (f->layers < 1 || f->layers > 65536 || !f->layer || f->facts.ranks > HPMLC_MAX_RANKS)
-        return hpmlc_refuse(to, wrong, "forecast: %d layers (%s) on %d ranks: expected 1 to 65536 of both", f->layers,
-                            f->layer ? "given" : "NULL", f->facts.ranks);
-    if (!HPMLC_GOOD(f->update_s) || f->states < 0 || !(m->flops >= 0) || !(m->bandwidth >= 0) || !(m->host >= 0) ||
-        m->cards < 0 || !HPMLC_GOOD(m->router) || !hpml_fabric_name(m->fabric))
-        return hpmlc_refuse(to, wrong, "forecast: machine \"%s\" or the facts have a negative number, a NaN or no "
-                            "fabric", m->name ? m->name : "");
-    for (int i = 0; i < f->layers; i++) {
-        const hpml_layer_facts *l = &f->layer[i];
-        const double all[] = { l->forward_s, l->backward_s, l->flops / 1e12, l->bytes / 1e12, (double)l->rows / 1e6,
-                               (double)l->cols / 1e6, (double)l->edge / 1e6, (double)l->kept / 1e6,
-                               (double)l->forward_sum / 1e6, (double)l->backward_sum / 1e6, (double)l->pass / 1e6,
-                               (double)l->swap / 1e6 };
-        for (size_t k = 0; k < sizeof all / sizeof all[0]; k++)
-            if (!HPMLC_GOOD(all[k]))
-                return hpmlc_refuse(to, wrong, "forecast: layer %d \"%s\" has a negative number, a NaN or one too "
-                                    "large", i, l->name ? l->name : "");
-        if (l->flops > 0 && l->forward_s <= 0 && m->flops <= 0)
-            return hpmlc_refuse(to, wrong, "forecast: layer %d \"%s\" has operations and no seconds, and the machine "
-                                "no .flops; give one of them", i, l->name ? l->name : "");
-    }
-    hpml_status status = hpml_plan_check(plan, &f->facts, to->text, to->size);
-    const char *why = status == HPML_OK ? hpmlc_forecast_refused(plan) : NULL;
-    if (why) return hpmlc_refuse(to, HPML_ERR_UNSUPPORTED, "forecast: %s", why);
-    if (status == HPML_OK && plan->strategy == HPML_STRATEGY_HOGWILD &&
-        hpmlc_network_nodes(&m->network, f->facts.ranks) > 1)
-        return hpmlc_refuse(to, HPML_ERR_UNSUPPORTED, "forecast: ranks of hogwild share the memory of one node, and "
-                            "these %d ranks are on several; take fewer ranks, or strategy async", f->facts.ranks);
-    if (plan->algorithm == HPML_NATIVE && status == HPML_OK)
-        return hpmlc_refuse(to, HPML_ERR_UNSUPPORTED, "forecast: the moves of a native allreduce are not known; choose "
-                            "another algorithm");
-    return status != HPML_OK ? status : hpmlc_network_check("forecast", &m->network, f->facts.ranks, true, to);
-}
-
 /* Sets by plan p: of each axis the size and the stride (step of rank numbers), of each group the axes that it spans. */
 HPMLC_FN void hpmlc_play_axes(hpmlc_play *y, const hpml_plan *p)
 {
@@ -20620,6 +20564,70 @@ HPMLC_FN hpml_status hpmlc_play_run(hpmlc_play *y, hpmlc_maker *k, bool whole, h
     for (int r = 0; r < y->unit && good; r++)
         good = !y->net.failed && (y->paced ? !y->going : hpmlc_own_of(y, r)->step == y->steps);
     return good ? HPML_OK : hpmlc_refuse(to, memory, "forecast: no memory for %d ranks", y->unit);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>forecast   a step of a plan on a machine: check, memory, text
+// ---------------------------------------------------------------------------------------------------------------------
+HPML_API const char *hpml_term_name(hpml_term term)
+{
+    static const char *const names[HPML_TERM_COUNT] = { "compute", "update", "bubble", "data", "tensor", "sequence",
+                                                        "expert", "servers" };
+    return (unsigned)term < HPML_TERM_COUNT ? names[term] : NULL;
+}
+
+/* Returns why the steps of a plan that hpml_plan_check accepts cannot be forecast; NULL: they can. */
+HPMLC_FN const char *hpmlc_forecast_refused(const hpml_plan *p)
+{
+    const bool plain = p->servers == 0 && !hpmlc_plan_splits(p) && !hpmlc_plan_packs(p);
+    if (!plain && (p->exact || p->route != HPML_ROUTE_ALLREDUCE))
+        return "exact sums and factors have a program only along axis data, without servers and codec; take exact=0 "
+               "and route allreduce, or train in virtual time";
+    if (hpmlc_plan_flows(p) && p->shard > 0)
+        return "the steps of schedules stash and vertical have no program with shard; take shard=0";
+    return NULL;
+}
+
+/* Checks the arguments of a forecast; writes the reason of a refusal to `to`. */
+HPMLC_FN hpml_status hpmlc_forecast_check(const hpml_plan *plan, const hpml_model_facts *f, const hpml_machine *m,
+                                          const hpmlc_text *to)
+{
+    const hpml_status wrong = HPML_ERR_ARGUMENT;
+    if (!plan || !f || !m) return hpmlc_refuse(to, wrong, "forecast: no plan, no model or no machine");
+    if (f->_begin || f->_end || m->_begin || m->_end)
+        return hpmlc_refuse(to, wrong, "forecast: a canary is not zero; zero facts and machine before you set fields");
+    if (f->layers < 1 || f->layers > 65536 || !f->layer || f->facts.ranks > HPMLC_MAX_RANKS)
+        return hpmlc_refuse(to, wrong, "forecast: %d layers (%s) on %d ranks: expected 1 to 65536 of both", f->layers,
+                            f->layer ? "given" : "NULL", f->facts.ranks);
+    if (!HPMLC_GOOD(f->update_s) || f->states < 0 || !(m->flops >= 0) || !(m->bandwidth >= 0) || !(m->host >= 0) ||
+        m->cards < 0 || !HPMLC_GOOD(m->router) || !hpml_fabric_name(m->fabric))
+        return hpmlc_refuse(to, wrong, "forecast: machine \"%s\" or the facts have a negative number, a NaN or no "
+                            "fabric", m->name ? m->name : "");
+    for (int i = 0; i < f->layers; i++) {
+        const hpml_layer_facts *l = &f->layer[i];
+        const double all[] = { l->forward_s, l->backward_s, l->flops / 1e12, l->bytes / 1e12, (double)l->rows / 1e6,
+                               (double)l->cols / 1e6, (double)l->edge / 1e6, (double)l->kept / 1e6,
+                               (double)l->forward_sum / 1e6, (double)l->backward_sum / 1e6, (double)l->pass / 1e6,
+                               (double)l->swap / 1e6 };
+        for (size_t k = 0; k < sizeof all / sizeof all[0]; k++)
+            if (!HPMLC_GOOD(all[k]))
+                return hpmlc_refuse(to, wrong, "forecast: layer %d \"%s\" has a negative number, a NaN or one too "
+                                    "large", i, l->name ? l->name : "");
+        if (l->flops > 0 && l->forward_s <= 0 && m->flops <= 0)
+            return hpmlc_refuse(to, wrong, "forecast: layer %d \"%s\" has operations and no seconds, and the machine "
+                                "no .flops; give one of them", i, l->name ? l->name : "");
+    }
+    hpml_status status = hpml_plan_check(plan, &f->facts, to->text, to->size);
+    const char *why = status == HPML_OK ? hpmlc_forecast_refused(plan) : NULL;
+    if (why) return hpmlc_refuse(to, HPML_ERR_UNSUPPORTED, "forecast: %s", why);
+    if (status == HPML_OK && plan->strategy == HPML_STRATEGY_HOGWILD &&
+        hpmlc_network_nodes(&m->network, f->facts.ranks) > 1)
+        return hpmlc_refuse(to, HPML_ERR_UNSUPPORTED, "forecast: ranks of hogwild share the memory of one node, and "
+                            "these %d ranks are on several; take fewer ranks, or strategy async", f->facts.ranks);
+    if (plan->algorithm == HPML_NATIVE && status == HPML_OK)
+        return hpmlc_refuse(to, HPML_ERR_UNSUPPORTED, "forecast: the moves of a native allreduce are not known; choose "
+                            "another algorithm");
+    return status != HPML_OK ? status : hpmlc_network_check("forecast", &m->network, f->facts.ranks, true, to);
 }
 
 /* Returns the bytes of activations that a rank of stage `stage` keeps for the backward pass at one time, at most. */
