@@ -5564,14 +5564,13 @@ HPMLI_FN bool hpmli_any_reads(const hpml_graph *g, int from, int to, const hpml_
     return false;
 }
 
-/* True if n's result, or a reshape of it, is an output or is read by a later part of the graph; then it must not be
-   swapped. */
-HPMLI_FN bool hpmli_stays(const hpml_graph *g, const hpmli_list *p, const hpml_node *n)
+/* True if n's result, or a reshape of it, is an output or, if `crosses`, is read by a later part of the graph. */
+HPMLI_FN bool hpmli_stays(const hpml_graph *g, const hpmli_list *p, const hpml_node *n, bool crosses)
 {
     for (int i = n->state->order; i < p->to; i++) {
         hpml_node *same = g->nodes[i];
         if (hpmli_base(p, same) != n) continue;
-        if (same->state->kept || hpmli_any_reads(g, p->to, g->count, same->out)) return true;
+        if (same->state->kept || (crosses && hpmli_any_reads(g, p->to, g->count, same->out))) return true;
     }
     return false;
 }
@@ -5582,8 +5581,8 @@ HPMLI_FN void hpmli_segment_choose(hpml_graph *g, const hpmli_list *p, int from,
 {
     for (int k = to - 1; k >= from; k--) {
         hpml_node *n    = g->nodes[k];
-        bool       held = n->state->kept, needed = false, swapped = n->state->how == HPML_RETAIN_SWAP;
-        if (hpmli_base(p, n) != n || (swapped && hpmli_stays(g, p, n))) continue;
+        bool       held = hpmli_stays(g, p, n, false), needed = false, swapped = n->state->how == HPML_RETAIN_SWAP;
+        if (hpmli_base(p, n) != n || (swapped && hpmli_stays(g, p, n, true))) continue;
         for (int j = k; j < p->to; j++) {
             if (!hpmli_reads_late(g, p, g->nodes[j], n)) continue;
             if (j < to || swapped) needed = true;
