@@ -9296,6 +9296,7 @@ HPMLI_FN void hpmli_conv_grids(hpmli_conv *c, const hpml_node *n)
     c->grid_row  = size[1] * c->lanes;
     c->lead      = shift[0] * c->grid_row + shift[1] * c->lanes;
     c->by_grids  = c->groups > 1 && c->C <= HPMLI_CONV_FEW && c->OC <= HPMLI_CONV_FEW;
+    c->by_grids  = c->by_grids && a->conv.algorithm != HPML_CONV_IM2COL;
     c->by_grids  = c->by_grids && hpmli_max(a->conv.stride[0], a->conv.stride[1]) <= HPMLI_GRIDS_STRIDE;
     c->by_grids  = c->by_grids && c->grid_rows + shift[0] + 1 < limit / c->grid_row / c->grids / (c->C + c->OC);
     if (!c->by_grids) return;
@@ -9310,7 +9311,7 @@ HPMLI_FN void hpmli_conv_grids(hpmli_conv *c, const hpml_node *n)
     c->thread_floats += hpmli_round_up((c->C + c->OC) * c->taps * c->lanes, 16);
     if (!c->nhwc && c->lanes > 1) c->thread_floats += hpmli_round_up(c->H * c->W * c->lanes, 16); /* a unit of x */
     c->scratch_floats = c->sums * c->sum_floats + c->packed_floats + c->ctx->threads * c->thread_floats;
-    if (!n->scratch || a->conv.algorithm == HPML_CONV_IM2COL) return; /* scratch has no memory yet, or no use */
+    if (!n->scratch) return; /* scratch has no memory yet */
     HPML_ASSERT(n->state->keeps || (size_t)c->scratch_floats * sizeof(float) <= n->scratch_bytes);
     c->sum_space    = (float *)n->scratch;
     c->packed       = c->sum_space + c->sums * c->sum_floats;
