@@ -11180,19 +11180,19 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
                           hpmli_split_text(qkv), d.heads, size);
     if (HPMLI_TRAINS && qkv->split[2]) d.heads /= size;
     if (HPMLI_TRAINS && qkv->split[2]) d.kv_heads /= size;
-    if (d.heads < 1 || d.kv_heads < 1 || d.heads % d.kv_heads != 0 || qkv->ndim != 3 ||
-        qkv->shape[2] % (d.heads + 2 * d.kv_heads) != 0)
+    const int64_t all = d.heads + 2 * (int64_t)d.kv_heads; /* heads of queries, keys and values */
+    if (d.heads < 1 || d.kv_heads < 1 || d.heads % d.kv_heads != 0 || qkv->ndim != 3 || qkv->shape[2] % all != 0)
         return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input is %s with %d heads and %d of keys, expected "
                           "(B, T, 3C) with C a multiple of the heads, or with kv_heads, which divide heads, "
                           "(B, T, (heads + 2 kv_heads) D)", hpmli_describe(qkv), d.heads, d.kv_heads);
-    const int64_t D = qkv->shape[2] / (d.heads + 2 * d.kv_heads), keys = d.cache ? d.cache->shape[1] : qkv->shape[1];
+    const int64_t D = qkv->shape[2] / all, keys = d.cache ? d.cache->shape[1] : qkv->shape[1];
     const int64_t shape[3] = { qkv->shape[0], qkv->shape[1], d.heads * D };
     hpml_tensor  *src[4] = { qkv, d.position, d.mask, d.cache };
     for (int i = 1; i < 4; i++) {
         hpml_tensor *both[2] = { qkv, src[i] };
         if (src[i] && !hpmli_recordable(2, both)) return NULL;
     }
-    if (!hpmli_attention_extras(qkv, &d, 2 * d.kv_heads * D)) return NULL;
+    if (!hpmli_attention_extras(qkv, &d, (all - d.heads) * D)) return NULL;
     const int     count = d.cache ? 4 : 3;
     hpml_node    *n = hpmli_node_create(HPML_OP_ATTENTION, NULL, src[2] || src[3] ? count : 1, src, 3, shape);
     n->attr.attention.heads    = d.heads;
