@@ -14054,12 +14054,12 @@ HPML_API hpml_status hpml_trainer_reserve(hpml_trainer *t, hpml_array which, int
 
 HPML_API float *hpml_trainer_part(hpml_trainer *t, int param, hpml_array which)
 {
-    const int k = (int)which - HPML_ARRAY_STATE;
-    if (hpml_trainer_alloc(t) != HPML_OK || hpml_trainer_place(t, param) < 0 || k >= HPML_MAX_STATES) return NULL;
+    const bool is_array = (unsigned)which < HPML_ARRAY_END;
+    if (hpml_trainer_alloc(t) != HPML_OK || hpml_trainer_place(t, param) < 0 || !is_array) return NULL;
     const hpml_update *u = &t->updates[param];
     if (which == HPML_ARRAY_VALUES) hpml_tensor_changed(t->ctx->params[param]); /* the caller may write to them */
     if (which == HPML_ARRAY_VALUES) return u->w;
-    return which == HPML_ARRAY_GRADIENTS ? u->g : u->state[k];
+    return which == HPML_ARRAY_GRADIENTS ? u->g : u->state[which - HPML_ARRAY_STATE];
 }
 
 HPML_API void hpml_ctx_defer(hpml_ctx *ctx, bool on)
@@ -14156,12 +14156,11 @@ HPMLI_FN int hpmli_shard_of(hpml_array which)
 HPML_API float *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *floats)
 {
     float *array = NULL;
-    int    k     = (int)which - HPML_ARRAY_STATE;
     if (hpml_trainer_alloc(t) != HPML_OK) t = NULL;
     if (t && which == HPML_ARRAY_VALUES) array = hpmli_trainer_values(t);
     if (array) t->ctx->param_writes++; /* because the caller may write to the parameters */
     if (t && which == HPML_ARRAY_GRADIENTS) array = hpmli_graph_place_grads(t->graph);
-    if (t && k >= 0 && k < HPML_MAX_STATES) array = t->state[k];
+    if (t && which >= HPML_ARRAY_STATE && which < HPML_ARRAY_END) array = t->state[which - HPML_ARRAY_STATE];
     if (floats) *floats = array ? hpmli_trainer_kept(t, hpmli_shard_of(which)) : 0;
     return array;
 }
