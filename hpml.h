@@ -5021,6 +5021,7 @@ HPML_API void hpml_param_copy(const hpml_tensor *param, float *part, int64_t fir
                               bool to_whole)
 {
     hpmli_cut c = { hpml_tensor_count(param), 0, 1 };
+    if (!param || !part || !whole) return;
     if (HPMLI_TRAINS && param->param && param->param->axis != HPML_AXIS_DATA)
         c = hpmli_cut_of(param, param->param->axis, param->param->split_dim, param->param->sections);
     hpmli_cut_copy(&c, whole, part, first, count, to_whole);
@@ -6868,6 +6869,7 @@ HPMLI_FN const hpmli_list *hpmli_part_now(const hpml_graph *g) { return &g->part
 
 HPML_API const hpml_node *hpml_graph_ahead(const hpml_graph *g, int *place)
 {
+    if (!g || !place) return NULL;
     const hpmli_list *p   = hpmli_part_now(g);
     const int         end = g->entry < p->turn ? p->turn : p->entry_count;
     *place = (int)hpmli_max(*place, g->entry);
@@ -12430,7 +12432,8 @@ HPMLI_OP(custom, HPMLI_OP_IS_WHOLE | HPMLI_OP_SPLIT_ANY,
 
 HPML_API void hpml_node_give(const hpml_run *run, hpml_node *node, int source, const float *gradient)
 {
-    const hpml_tensor *s = source >= 0 && source < node->src_count ? node->src[source] : NULL;
+    const hpml_tensor *s = node && source >= 0 && source < node->src_count ? node->src[source] : NULL;
+    if (!run || !node) return;
     if (!s || !gradient)
         hpmli_fail(run->ctx, HPML_ERR_ARGUMENT, "node_give: \"%s\" has %d sources; got number %d and %s",
                    node->out->name, node->src_count, source, gradient ? "a gradient" : "NULL");
@@ -12512,6 +12515,7 @@ HPML_API hpml_tensor *hpml_custom_op(hpml_tensor *const *src, int count, const h
 
 HPML_API hpml_status hpml_custom_on_host(const hpml_run *run, hpml_node *node, bool backward)
 {
+    if (!run || !node) return HPML_ERR_ARGUMENT;
     hpml_node on_host = *node; /* a copy of the node, to which host memory is given */
     if (!node->state->host) node->state->host = (char *)hpmli_alloc(run->ctx, node->state->host_bytes);
     if (hpmli_failed(run->ctx)) return run->ctx->status;
@@ -13415,17 +13419,18 @@ HPML_API hpml_status hpml_packing_encode(const hpml_packing *p, void *packed, fl
                                          int64_t rows, const hpml_encode_info *info)
 {
     static const hpml_encode_info zeros = { 0, 0, 0 };
+    if (!p || !p->codec) return HPML_ERR_ARGUMENT;
     return p->codec->encode(p, packed, p->residual_count ? residual : NULL, grad, rows, info ? info : &zeros);
 }
 
 HPML_API void hpml_packing_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows)
 {
-    p->codec->decode(p, out, packed, rows, false);
+    if (p && p->codec) p->codec->decode(p, out, packed, rows, false);
 }
 
 HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const void *packed, int64_t rows)
 {
-    p->codec->decode(p, out, packed, rows, true);
+    if (p && p->codec) p->codec->decode(p, out, packed, rows, true);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -13504,6 +13509,7 @@ struct hpml_trainer {
 
 HPML_API void hpml_trainer_desc_resolve(const hpml_trainer_desc *desc, hpml_trainer_desc *out)
 {
+    if (!desc || !out) return;
     const hpml_optimizer *row = hpmli_optimizer_row(desc->optimizer, desc->custom_optimizer);
     *out = *desc;
     if (row) {
@@ -14105,7 +14111,7 @@ HPML_API hpml_status hpml_trainer_attach(hpml_trainer *t, const hpml_hooks *hook
 
 HPML_API const hpml_hooks *hpml_trainer_hooks(const hpml_trainer *t, int *count)
 {
-    *count = t ? t->graph->hook_count : 0;
+    if (count) *count = t ? t->graph->hook_count : 0;
     return t ? t->graph->hooks : NULL;
 }
 
@@ -14557,11 +14563,12 @@ HPML_API float *hpml_trainer_output(hpml_trainer *t, int64_t *floats)
 
 HPML_API void hpml_trainer_hits(const hpml_trainer *t, int64_t hits[2])
 {
-    hits[0] = t->correct;
-    hits[1] = t->counted;
+    if (hits) hits[0] = t ? t->correct : 0;
+    if (hits) hits[1] = t ? t->counted : 0;
 }
 HPML_API void hpml_trainer_set_hits(hpml_trainer *t, const int64_t hits[2])
 {
+    if (!t || !hits) return;
     t->correct = hits[0];
     t->counted = hits[1];
 }
@@ -20286,7 +20293,7 @@ HPMLI_FN const char *hpmli_op_kind(const hpml_node *n)
 {
     return n->op == HPML_OP_CUSTOM ? n->attr.custom->name : hpml_op_name(n->op);
 }
-HPML_API double hpml_node_flops(const hpml_node *n, bool backward) { return hpmli_flops_of(n, backward); }
+HPML_API double hpml_node_flops(const hpml_node *n, bool backward) { return n ? hpmli_flops_of(n, backward) : 0; }
 HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward)
 {
     double sum = 0;
