@@ -4792,10 +4792,7 @@ HPMLI_FN hpml_tensor *hpmli_param_shared(hpml_ctx *ctx, const char *name, int nd
                       "alike", name, hpmli_describe(t), hpmli_split_text(t), hpmli_shape_text(ctx, ndim, shape));
 }
 
-HPML_API void hpml_share(hpml_ctx *ctx, bool on)
-{
-    if (ctx) ctx->shares = on;
-}
+HPML_API void hpml_share(hpml_ctx *ctx, bool on) { if (ctx) ctx->shares = on; }
 
 /* Creates a parameter: this rank's part of one that has the shape `whole` and is split as `part` says. */
 HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init init, float scale, int ndim,
@@ -5021,10 +5018,9 @@ HPML_API void hpml_param_copy(const hpml_tensor *param, float *part, int64_t fir
                               bool to_whole)
 {
     hpmli_cut c = { hpml_tensor_count(param), 0, 1 };
-    if (!param || !part || !whole) return;
-    if (HPMLI_TRAINS && param->param && param->param->axis != HPML_AXIS_DATA)
+    if (HPMLI_TRAINS && param && param->param && param->param->axis != HPML_AXIS_DATA)
         c = hpmli_cut_of(param, param->param->axis, param->param->split_dim, param->param->sections);
-    hpmli_cut_copy(&c, whole, part, first, count, to_whole);
+    if (param && part && whole) hpmli_cut_copy(&c, whole, part, first, count, to_whole);
 }
 
 HPML_API size_t hpml_params_bytes(const hpml_ctx *ctx)
