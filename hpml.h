@@ -730,7 +730,8 @@ typedef enum hpml_conv_algorithm {
    (B, out, H', W') with H' = floor((H + 2 padding - dilation (kernel - 1) - 1) / stride) + 1. groups = C is depthwise;
    groups of at most 4 input and 4 output channels have kernels of their own on the CPU, which need little workspace.
    y->node->attr.conv.algorithm is the algorithm chosen and y->node->scratch_bytes the bytes of its workspace, with the
-   f32 copies that are needed where results are stored in halves. */
+   f32 copies that are needed where results are stored in halves. A graph that predicts may need more for DIRECT with
+   small images (hpml_memory.scratch), because it copies them in the order in which its kernels read them. */
 typedef struct hpml_conv2d_desc {
     uint32_t    _begin;
     int32_t     kernel_h, kernel_w;     /* size of the kernel; kernel_h required; kernel_w 0: as kernel_h */
@@ -744,7 +745,7 @@ typedef struct hpml_conv2d_desc {
     hpml_init   init;
     float       init_scale;
     hpml_conv_algorithm algorithm;      /* CPU only, as is workspace; on other backends both must be 0 */
-    size_t      workspace;              /* most bytes of working memory; 0: no limit */
+    size_t      workspace;              /* most bytes of working memory, but see above; 0: no limit */
     hpml_split  split;                  /* of the output or input channels over the TENSOR axis; needs groups 1 */
     int32_t     extra_h, extra_w;       /* hpml_conv_transpose2d: rows, columns added to y; extra_w 0: as extra_h */
     uint32_t    _end;
