@@ -731,7 +731,8 @@ typedef enum hpml_conv_algorithm {
    (B, out, H', W') with H' = floor((H + 2 padding - dilation (kernel - 1) - 1) / stride) + 1. groups = C is depthwise;
    groups of at most 4 input and 4 output channels have kernels of their own on the CPU, which need little workspace.
    y->node->attr.conv.algorithm is the algorithm chosen and y->node->scratch_bytes the bytes of its workspace, with the
-   f32 copies that are needed where results are stored in halves. */
+   f32 copies that are needed where results are stored in halves. A graph that predicts may need more for DIRECT with
+   small images (hpml_memory.scratch), because it copies them in the order in which its kernels read them. */
 typedef struct hpml_conv2d_desc {
     uint32_t    _begin;
     int32_t     kernel_h, kernel_w;     /* size of the kernel; kernel_h required; kernel_w 0: as kernel_h */
@@ -745,7 +746,7 @@ typedef struct hpml_conv2d_desc {
     hpml_init   init;
     float       init_scale;
     hpml_conv_algorithm algorithm;      /* CPU only, as is workspace; on other backends both must be 0 */
-    size_t      workspace;              /* most bytes of working memory; 0: no limit */
+    size_t      workspace;              /* most bytes of working memory, but see above; 0: no limit */
     hpml_split  split;                  /* of the output or input channels over the TENSOR axis; needs groups 1 */
     int32_t     extra_h, extra_w;       /* hpml_conv_transpose2d: rows, columns added to y; extra_w 0: as extra_h */
     uint32_t    _end;
@@ -4803,10 +4804,7 @@ HPMLI_FN hpml_tensor *hpmli_param_shared(hpml_ctx *ctx, const char *name, int nd
                       "alike", name, hpmli_describe(t), hpmli_split_text(t), hpmli_shape_text(ctx, ndim, shape));
 }
 
-HPML_API void hpml_share(hpml_ctx *ctx, bool on)
-{
-    if (ctx) ctx->shares = on;
-}
+HPML_API void hpml_share(hpml_ctx *ctx, bool on) { if (ctx) ctx->shares = on; }
 
 /* Creates a parameter: this rank's part of one that has the shape `whole` and is split as `part` says. */
 HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init init, float scale, int ndim,
@@ -5032,9 +5030,9 @@ HPML_API void hpml_param_copy(const hpml_tensor *param, float *part, int64_t fir
                               bool to_whole)
 {
     hpmli_cut c = { hpml_tensor_count(param), 0, 1 };
-    if (HPMLI_TRAINS && param->param && param->param->axis != HPML_AXIS_DATA)
+    if (HPMLI_TRAINS && param && param->param && param->param->axis != HPML_AXIS_DATA)
         c = hpmli_cut_of(param, param->param->axis, param->param->split_dim, param->param->sections);
-    hpmli_cut_copy(&c, whole, part, first, count, to_whole);
+    if (param && part && whole) hpmli_cut_copy(&c, whole, part, first, count, to_whole);
 }
 
 HPML_API size_t hpml_params_bytes(const hpml_ctx *ctx)
@@ -5574,14 +5572,13 @@ HPMLI_FN bool hpmli_any_reads(const hpml_graph *g, int from, int to, const hpml_
     return false;
 }
 
-/* True if n's result, or a reshape of it, is an output or is read by a later part of the graph; then it must not be
-   swapped. */
-HPMLI_FN bool hpmli_stays(const hpml_graph *g, const hpmli_list *p, const hpml_node *n)
+/* True if n's result, or a reshape of it, is an output or, if `crosses`, is read by a later part of the graph. */
+HPMLI_FN bool hpmli_stays(const hpml_graph *g, const hpmli_list *p, const hpml_node *n, bool crosses)
 {
     for (int i = n->state->order; i < p->to; i++) {
         hpml_node *same = g->nodes[i];
         if (hpmli_base(p, same) != n) continue;
-        if (same->state->kept || hpmli_any_reads(g, p->to, g->count, same->out)) return true;
+        if (same->state->kept || (crosses && hpmli_any_reads(g, p->to, g->count, same->out))) return true;
     }
     return false;
 }
@@ -5592,8 +5589,8 @@ HPMLI_FN void hpmli_segment_choose(hpml_graph *g, const hpmli_list *p, int from,
 {
     for (int k = to - 1; k >= from; k--) {
         hpml_node *n    = g->nodes[k];
-        bool       held = n->state->kept, needed = false, swapped = n->state->how == HPML_RETAIN_SWAP;
-        if (hpmli_base(p, n) != n || (swapped && hpmli_stays(g, p, n))) continue;
+        bool       held = hpmli_stays(g, p, n, false), needed = false, swapped = n->state->how == HPML_RETAIN_SWAP;
+        if (hpmli_base(p, n) != n || (swapped && hpmli_stays(g, p, n, true))) continue;
         for (int j = k; j < p->to; j++) {
             if (!hpmli_reads_late(g, p, g->nodes[j], n)) continue;
             if (j < to || swapped) needed = true;
@@ -6880,6 +6877,7 @@ HPMLI_FN const hpmli_list *hpmli_part_now(const hpml_graph *g) { return &g->part
 
 HPML_API const hpml_node *hpml_graph_ahead(const hpml_graph *g, int *place)
 {
+    if (!g || !place) return NULL;
     const hpmli_list *p   = hpmli_part_now(g);
     const int         end = g->entry < p->turn ? p->turn : p->entry_count;
     *place = (int)hpmli_max(*place, g->entry);
@@ -9309,6 +9307,7 @@ HPMLI_FN void hpmli_conv_grids(hpmli_conv *c, const hpml_node *n)
     c->grid_row  = size[1] * c->lanes;
     c->lead      = shift[0] * c->grid_row + shift[1] * c->lanes;
     c->by_grids  = c->groups > 1 && c->C <= HPMLI_CONV_FEW && c->OC <= HPMLI_CONV_FEW;
+    c->by_grids  = c->by_grids && a->conv.algorithm != HPML_CONV_IM2COL;
     c->by_grids  = c->by_grids && hpmli_max(a->conv.stride[0], a->conv.stride[1]) <= HPMLI_GRIDS_STRIDE;
     c->by_grids  = c->by_grids && c->grid_rows + shift[0] + 1 < limit / c->grid_row / c->grids / (c->C + c->OC);
     if (!c->by_grids) return;
@@ -9323,7 +9322,7 @@ HPMLI_FN void hpmli_conv_grids(hpmli_conv *c, const hpml_node *n)
     c->thread_floats += hpmli_round_up((c->C + c->OC) * c->taps * c->lanes, 16);
     if (!c->nhwc && c->lanes > 1) c->thread_floats += hpmli_round_up(c->H * c->W * c->lanes, 16); /* a unit of x */
     c->scratch_floats = c->sums * c->sum_floats + c->packed_floats + c->ctx->threads * c->thread_floats;
-    if (!n->scratch || a->conv.algorithm == HPML_CONV_IM2COL) return; /* scratch has no memory yet, or no use */
+    if (!n->scratch) return; /* scratch has no memory yet */
     HPML_ASSERT(n->state->keeps || (size_t)c->scratch_floats * sizeof(float) <= n->scratch_bytes);
     c->sum_space    = (float *)n->scratch;
     c->packed       = c->sum_space + c->sums * c->sum_floats;
@@ -11196,19 +11195,19 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
                           hpmli_split_text(qkv), d.heads, size);
     if (HPMLI_TRAINS && qkv->split[2]) d.heads /= size;
     if (HPMLI_TRAINS && qkv->split[2]) d.kv_heads /= size;
-    if (d.heads < 1 || d.kv_heads < 1 || d.heads % d.kv_heads != 0 || qkv->ndim != 3 ||
-        qkv->shape[2] % (d.heads + 2 * d.kv_heads) != 0)
+    const int64_t all = d.heads + 2 * (int64_t)d.kv_heads; /* heads of queries, keys and values */
+    if (d.heads < 1 || d.kv_heads < 1 || d.heads % d.kv_heads != 0 || qkv->ndim != 3 || qkv->shape[2] % all != 0)
         return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input is %s with %d heads and %d of keys, expected "
                           "(B, T, 3C) with C a multiple of the heads, or with kv_heads, which divide heads, "
                           "(B, T, (heads + 2 kv_heads) D)", hpmli_describe(qkv), d.heads, d.kv_heads);
-    const int64_t D = qkv->shape[2] / (d.heads + 2 * d.kv_heads), keys = d.cache ? d.cache->shape[1] : qkv->shape[1];
+    const int64_t D = qkv->shape[2] / all, keys = d.cache ? d.cache->shape[1] : qkv->shape[1];
     const int64_t shape[3] = { qkv->shape[0], qkv->shape[1], d.heads * D };
     hpml_tensor  *src[4] = { qkv, d.position, d.mask, d.cache };
     for (int i = 1; i < 4; i++) {
         hpml_tensor *both[2] = { qkv, src[i] };
         if (src[i] && !hpmli_recordable(2, both)) return NULL;
     }
-    if (!hpmli_attention_extras(qkv, &d, 2 * d.kv_heads * D)) return NULL;
+    if (!hpmli_attention_extras(qkv, &d, (all - d.heads) * D)) return NULL;
     const int     count = d.cache ? 4 : 3;
     hpml_node    *n = hpmli_node_create(HPML_OP_ATTENTION, NULL, src[2] || src[3] ? count : 1, src, 3, shape);
     n->attr.attention.heads    = d.heads;
@@ -12446,7 +12445,8 @@ HPMLI_OP(custom, HPMLI_OP_IS_WHOLE | HPMLI_OP_SPLIT_ANY,
 
 HPML_API void hpml_node_give(const hpml_run *run, hpml_node *node, int source, const float *gradient)
 {
-    const hpml_tensor *s = source >= 0 && source < node->src_count ? node->src[source] : NULL;
+    const hpml_tensor *s = node && source >= 0 && source < node->src_count ? node->src[source] : NULL;
+    if (!run || !node) return;
     if (!s || !gradient)
         hpmli_fail(run->ctx, HPML_ERR_ARGUMENT, "node_give: \"%s\" has %d sources; got number %d and %s",
                    node->out->name, node->src_count, source, gradient ? "a gradient" : "NULL");
@@ -12528,6 +12528,7 @@ HPML_API hpml_tensor *hpml_custom_op(hpml_tensor *const *src, int count, const h
 
 HPML_API hpml_status hpml_custom_on_host(const hpml_run *run, hpml_node *node, bool backward)
 {
+    if (!run || !node) return HPML_ERR_ARGUMENT;
     hpml_node on_host = *node; /* a copy of the node, to which host memory is given */
     if (!node->state->host) node->state->host = (char *)hpmli_alloc(run->ctx, node->state->host_bytes);
     if (hpmli_failed(run->ctx)) return run->ctx->status;
@@ -13433,17 +13434,18 @@ HPML_API hpml_status hpml_packing_encode(const hpml_packing *p, void *packed, fl
                                          int64_t rows, const hpml_encode_info *info)
 {
     static const hpml_encode_info zeros = { 0, 0, 0 };
+    if (!p || !p->codec) return HPML_ERR_ARGUMENT;
     return p->codec->encode(p, packed, p->residual_count ? residual : NULL, grad, rows, info ? info : &zeros);
 }
 
 HPML_API void hpml_packing_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows)
 {
-    p->codec->decode(p, out, packed, rows, false);
+    if (p && p->codec) p->codec->decode(p, out, packed, rows, false);
 }
 
 HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const void *packed, int64_t rows)
 {
-    p->codec->decode(p, out, packed, rows, true);
+    if (p && p->codec) p->codec->decode(p, out, packed, rows, true);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -13523,6 +13525,7 @@ struct hpml_trainer {
 
 HPML_API void hpml_trainer_desc_resolve(const hpml_trainer_desc *desc, hpml_trainer_desc *out)
 {
+    if (!desc || !out) return;
     const hpml_optimizer *row = hpmli_optimizer_row(desc->optimizer, desc->custom_optimizer);
     *out = *desc;
     if (row) {
@@ -14073,12 +14076,12 @@ HPML_API hpml_status hpml_trainer_reserve(hpml_trainer *t, hpml_array which, int
 
 HPML_API float *hpml_trainer_part(hpml_trainer *t, int param, hpml_array which)
 {
-    const int k = (int)which - HPML_ARRAY_STATE;
-    if (hpml_trainer_alloc(t) != HPML_OK || hpml_trainer_place(t, param) < 0 || k >= HPML_MAX_STATES) return NULL;
+    const bool is_array = (unsigned)which < HPML_ARRAY_END;
+    if (hpml_trainer_alloc(t) != HPML_OK || hpml_trainer_place(t, param) < 0 || !is_array) return NULL;
     const hpml_update *u = &t->updates[param];
     if (which == HPML_ARRAY_VALUES) hpml_tensor_changed(t->ctx->params[param]); /* the caller may write to them */
     if (which == HPML_ARRAY_VALUES) return u->w;
-    return which == HPML_ARRAY_GRADIENTS ? u->g : u->state[k];
+    return which == HPML_ARRAY_GRADIENTS ? u->g : u->state[which - HPML_ARRAY_STATE];
 }
 
 HPML_API void hpml_ctx_defer(hpml_ctx *ctx, bool on)
@@ -14124,7 +14127,7 @@ HPML_API hpml_status hpml_trainer_attach(hpml_trainer *t, const hpml_hooks *hook
 
 HPML_API const hpml_hooks *hpml_trainer_hooks(const hpml_trainer *t, int *count)
 {
-    *count = t ? t->graph->hook_count : 0;
+    if (count) *count = t ? t->graph->hook_count : 0;
     return t ? t->graph->hooks : NULL;
 }
 
@@ -14175,12 +14178,11 @@ HPMLI_FN int hpmli_shard_of(hpml_array which)
 HPML_API float *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *floats)
 {
     float *array = NULL;
-    int    k     = (int)which - HPML_ARRAY_STATE;
     if (hpml_trainer_alloc(t) != HPML_OK) t = NULL;
     if (t && which == HPML_ARRAY_VALUES) array = hpmli_trainer_values(t);
     if (array) t->ctx->param_writes++; /* because the caller may write to the parameters */
     if (t && which == HPML_ARRAY_GRADIENTS) array = hpmli_graph_place_grads(t->graph);
-    if (t && k >= 0 && k < HPML_MAX_STATES) array = t->state[k];
+    if (t && which >= HPML_ARRAY_STATE && which < HPML_ARRAY_END) array = t->state[which - HPML_ARRAY_STATE];
     if (floats) *floats = array ? hpmli_trainer_kept(t, hpmli_shard_of(which)) : 0;
     return array;
 }
@@ -14577,11 +14579,12 @@ HPML_API float *hpml_trainer_output(hpml_trainer *t, int64_t *floats)
 
 HPML_API void hpml_trainer_hits(const hpml_trainer *t, int64_t hits[2])
 {
-    hits[0] = t->correct;
-    hits[1] = t->counted;
+    if (hits) hits[0] = t ? t->correct : 0;
+    if (hits) hits[1] = t ? t->counted : 0;
 }
 HPML_API void hpml_trainer_set_hits(hpml_trainer *t, const int64_t hits[2])
 {
+    if (!t || !hits) return;
     t->correct = hits[0];
     t->counted = hits[1];
 }
@@ -20389,7 +20392,7 @@ HPMLI_FN const char *hpmli_op_kind(const hpml_node *n)
 {
     return n->op == HPML_OP_CUSTOM ? n->attr.custom->name : hpml_op_name(n->op);
 }
-HPML_API double hpml_node_flops(const hpml_node *n, bool backward) { return hpmli_flops_of(n, backward); }
+HPML_API double hpml_node_flops(const hpml_node *n, bool backward) { return n ? hpmli_flops_of(n, backward) : 0; }
 HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward)
 {
     double sum = 0;

@@ -63,6 +63,12 @@ TEST(values_gradients_and_states_are_arrays_of_one_layout)
         }
         for (int k = 0; k < 4; k++) ENSURE(floats[k] == at);
         ENSURE(!hpml_trainer_array(t, (hpml_array)(HPML_ARRAY_STATE + 2), &floats[0]) && floats[0] == 0);
+        for (int k = 0; k < 3; k++) {
+            const hpml_array none = (hpml_array)(k == 0 ? -2 : k == 1 ? INT32_MIN + 1 : INT32_MAX);
+            ENSURE(!hpml_trainer_array(t, none, &floats[0]) && !hpml_trainer_part(t, 0, none));
+        }
+        ENSURE(hpml_trainer_part(t, 0, HPML_ARRAY_STATE) == mean);
+        ENSURE(hpml_trainer_part(t, 0, HPML_ARRAY_VALUES) == values);
         ENSURE(hpml_trainer_place(t, -1) == -1 && hpml_trainer_place(t, 99) == -1 && hpml_trainer_place(NULL, 0) == -1);
         hpml_ctx_free(ctx);
         free(own);
