@@ -1205,7 +1205,10 @@ static void image_run(const op_case *c, hpml_cuda_precision precision, int passe
 
 static void images(hpml_cuda_precision precision, double tolerance, int refused)
 {
+    static const op_case thin = { "input of one channel", image_bare, 0, { 3, 1, 9, 7 } };
     if (!cuda_on_cpu_fault) SKIP("needs the emulation");
+    image_run(&thin, precision, 1, tolerance, refused);
+    ENSURE(reordered == 2); /* the result, and its gradient; one channel is the same in both orders */
     own_op = (hpml_custom){ .name = "product", .forward = pair_forward, .backward = pair_backward };
     EACH(image_cases, c) image_run(&image_cases[c], precision, 1 + 2 * (int)(c % 2), tolerance, refused);
     whole_numbers = true;
