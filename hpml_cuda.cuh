@@ -910,8 +910,6 @@ HPMLG_FN bool hpmlg_is_nhwc(const hpml_tensor *t)
 {
     return t->ndim == 4 && t->stride[1] == 1 && !hpmlg_has_any_order(t);
 }
-
-/* Returns true if the images t can be read as NHWC. */
 HPMLG_FN bool hpmlg_fits_nhwc(const hpml_tensor *t) { return hpmlg_is_nhwc(t) || hpmlg_has_any_order(t); }
 
 /* Returns the dimension of t at place i of the order in memory: place ndim - 1 is the innermost one. */
