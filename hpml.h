@@ -502,7 +502,8 @@ struct hpml_tensor {
     hpml_dtype  dtype;
     int         ndim;                  /* 0 (a scalar) to HPML_MAX_DIMS */
     int64_t     shape[HPML_MAX_DIMS];  /* unused dimensions are 1 */
-    int64_t     stride[HPML_MAX_DIMS]; /* elements from index to index of each dimension; contiguous but for views */
+    int64_t     stride[HPML_MAX_DIMS]; /* elements from index to index of each dimension; contiguous but for views, and
+                                          where a backend chooses another order for a result (hpml_backend.plan) */
     int64_t     batch_rows; /* rows of dimension 0 for each sample: shape[0] == batch_rows * batch; 0: no batch */
     hpml_param *param;      /* not NULL: the tensor is a parameter with these properties */
     hpml_node  *node;       /* the op that computes the tensor; NULL: an input, a parameter or a constant */
@@ -714,7 +715,8 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
    layout of its sources; reshape and permute give NCHW. Both layouts give equal results up to rounding and need equal
    parameters (shapes, order); hpml_flatten gives (B, C H W) for both, so files of parameters fit both. Loaders, crops
    and augmentation produce (C, H, W), so record hpml_to_layout(input, HPML_NHWC). batchnorm, and on a GPU conv2d and
-   pooling, convert NHWC to NCHW and back. Other ops ignore the layout; images of two layouts in an op are an error. */
+   pooling, convert NHWC to NCHW and back; leave the layout on a GPU, which chooses the order in memory itself. Other
+   ops ignore the layout; images of two layouts in an op are an error. */
 HPML_API hpml_tensor *hpml_to_layout(hpml_tensor *x, hpml_layout layout);
 /* Declares, without moving numbers, the layout of x: an input or a reshape that no op has read yet. */
 HPML_API hpml_status  hpml_tensor_set_layout(hpml_tensor *x, hpml_layout layout);
@@ -1264,7 +1266,10 @@ struct hpml_backend {
     hpml_status (*sumsq)(void *device, hpml_ctx *ctx, hpml_dtype dtype, const void *x, int64_t n, double *out);
     hpml_dtype (*activation_dtype)(void *device); /* optional (NULL: F32): the type in which results of ops are stored:
                                                      F32, BF16 or F16. Scalars are always F32 */
-    void (*plan)(void *device, hpml_node *node); /* optional: sets saved_bytes, scratch_bytes, fused_with of a node */
+    /* optional: sets saved_bytes, scratch_bytes and fused_with of a node; may set the strides of its result, without
+       gaps, for another order of the dimensions in memory, of values and gradient alike: hpml_tensor_get and _set then
+       convert between this order and that of the shape, and a reshape of the result has memory of its own */
+    void (*plan)(void *device, hpml_node *node);
     /* optional: begin is called before the first op of a pass. It sets *done if the device has replayed the whole pass;
        otherwise the ops run, and then end is called with their status. end sets *again if recording has failed and no
        op has run: begin, the ops and end are then called once more. Neither begin nor end is called while ops must run
@@ -3785,6 +3790,9 @@ HPMLI_FN bool hpmli_contiguous(const hpml_tensor *t)
     return true;
 }
 
+/* True if t has no gaps in memory: a result of an op, in the order that its backend chose, or a contiguous tensor. */
+HPMLI_FN bool hpmli_has_no_gaps(const hpml_tensor *t) { return t->node || hpmli_contiguous(t); }
+
 /* Copies the shape `want` to `shape`, a -1 replaced so that it has `count` elements; false if no size does that. */
 HPMLI_FN bool hpmli_reshape_rule(int64_t count, int ndim, const int64_t *want, int64_t *shape)
 {
@@ -3964,11 +3972,53 @@ HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
 // >>host   whole tensors to and from host memory
 // ---------------------------------------------------------------------------------------------------------------------
 HPMLI_FN bool hpmli_is_half(hpml_dtype dtype) { return dtype == HPML_DTYPE_BF16 || dtype == HPML_DTYPE_F16; }
+
+/* Copies n elements of `size` bytes, the first ones of t, from the order of t's shape to that of its strides or, if
+   `to_shape`, from the latter to the former. */
+HPMLI_FN void hpmli_reorder(const hpml_tensor *t, char *to, const char *from, int64_t n, size_t size, bool to_shape)
+{
+    for (int64_t i = 0; i < n; i++) {
+        int64_t at = 0, rest = i;
+        for (int d = t->ndim - 1; d >= 0; d--) {
+            at += rest % t->shape[d] * t->stride[d];
+            rest /= t->shape[d];
+        }
+        const int64_t to_at = to_shape ? i : at, from_at = to_shape ? at : i;
+        memcpy(to + (size_t)to_at * size, from + (size_t)from_at * size, size);
+    }
+}
+
+/* Reads (hpmli_write_values: writes) the first n values of t, unconverted and in the order of t's shape. */
+HPMLI_FN hpml_status hpmli_read_values(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, void *out)
+{
+    const size_t size = hpml_dtype_size(t->dtype), bytes = (size_t)n * size;
+    char        *copy = (char *)out;
+    if (!hpmli_contiguous(t)) copy = (char *)hpmli_alloc(ctx, bytes);
+    if (!copy) return ctx->status;
+    hpml_status status = ctx->backend->read(ctx->device, copy, t->raw, bytes);
+    if (copy == (char *)out) return status;
+    hpmli_reorder(t, (char *)out, copy, n, size, true);
+    hpmli_free(ctx, copy);
+    return status;
+}
+
+HPMLI_FN hpml_status hpmli_write_values(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, const void *in)
+{
+    const size_t size = hpml_dtype_size(t->dtype), bytes = (size_t)n * size;
+    if (hpmli_contiguous(t)) return ctx->backend->write(ctx->device, t->raw, in, bytes);
+    char *copy = (char *)hpmli_alloc(ctx, bytes);
+    if (!copy) return ctx->status;
+    hpmli_reorder(t, copy, (const char *)in, n, size, false);
+    hpml_status status = ctx->backend->write(ctx->device, t->raw, copy, bytes);
+    hpmli_free(ctx, copy);
+    return status;
+}
+
 HPMLI_FN hpml_status hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, float *out)
 {
     size_t      bytes  = (size_t)n * hpml_dtype_size(t->dtype);
     char       *raw    = (char *)out + ((size_t)n * sizeof(float) - bytes); /* at the end of out: converted in place */
-    hpml_status status = ctx->backend->read(ctx->device, raw, t->raw, bytes);
+    hpml_status status = hpmli_read_values(ctx, t, n, raw);
     if (t->dtype != HPML_DTYPE_F32) hpmli_convert(ctx->k, HPML_DTYPE_F32, out, t->dtype, raw, n);
     return status;
 }
@@ -3979,7 +4029,7 @@ HPMLI_FN hpml_status hpmli_write_floats(hpml_ctx *ctx, const hpml_tensor *t, int
     void  *raw   = hpmli_alloc(ctx, bytes);
     if (!raw) return ctx->status;
     hpmli_convert(ctx->k, t->dtype, raw, HPML_DTYPE_F32, in, n);
-    hpml_status status = ctx->backend->write(ctx->device, t->raw, raw, bytes);
+    hpml_status status = hpmli_write_values(ctx, t, n, raw);
     hpmli_free(ctx, raw);
     return status;
 }
@@ -3988,7 +4038,7 @@ HPMLI_FN hpml_status hpmli_write_floats(hpml_ctx *ctx, const hpml_tensor *t, int
 HPMLI_FN bool hpmli_transferable(const hpml_tensor *t, const char *verb, const void *values, int64_t count)
 {
     if (!t || hpmli_failed(t->ctx)) return false;
-    if (values && t->raw && hpmli_contiguous(t) && count == hpml_tensor_count(t)) return true;
+    if (values && t->raw && hpmli_has_no_gaps(t) && count == hpml_tensor_count(t)) return true;
     return hpmli_false(t->ctx, HPML_ERR_SHAPE, "%s %s: needs memory, a contiguous tensor and %lld values, got %lld%s",
                        verb, hpmli_describe(t), (long long)hpml_tensor_count(t), (long long)count,
                        t->raw ? "" : " (no memory yet: create the trainer or call hpml_graph_alloc first)");
@@ -4008,7 +4058,7 @@ HPML_API hpml_status hpml_tensor_set(hpml_tensor *t, const float *values, int64_
     if (!hpmli_transferable(t, "set", values, count)) return hpmli_tensor_status(t);
     hpml_tensor_changed(t);
     if (t->dtype != HPML_DTYPE_F32) return hpmli_write_floats(t->ctx, t, count, values);
-    return t->ctx->backend->write(t->ctx->device, t->raw, values, hpmli_tensor_bytes(t));
+    return hpmli_write_values(t->ctx, t, count, values);
 }
 HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, float *values, int64_t count)
 {
@@ -4019,12 +4069,12 @@ HPML_API hpml_status hpml_tensor_set_raw(hpml_tensor *t, const void *values, siz
 {
     if (!hpmli_transferable_raw(t, "set_raw", values, bytes)) return hpmli_tensor_status(t);
     hpml_tensor_changed(t);
-    return t->ctx->backend->write(t->ctx->device, t->raw, values, bytes);
+    return hpmli_write_values(t->ctx, t, hpml_tensor_count(t), values);
 }
 HPML_API hpml_status hpml_tensor_get_raw(const hpml_tensor *t, void *values, size_t bytes)
 {
     if (!hpmli_transferable_raw(t, "get_raw", values, bytes)) return hpmli_tensor_status(t);
-    return t->ctx->backend->read(t->ctx->device, values, t->raw, bytes);
+    return hpmli_read_values(t->ctx, t, hpml_tensor_count(t), values);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4038,7 +4088,8 @@ HPML_API hpml_status hpml_tensor_get_raw(const hpml_tensor *t, void *values, siz
 
 /* Traits of an op (hpmli_traits_of): what code outside the op's section has to know. */
 enum {
-    HPMLI_OP_IS_ALIAS    = 1,   /* the result is in the memory of source 0, of any dtype; nothing is computed */
+    HPMLI_OP_IS_ALIAS    = 1,   /* the result is in the memory of source 0, of any dtype, if this is contiguous, and
+                                   nothing is computed: hpmli_is_alias */
     HPMLI_OP_REORDERS    = 2,   /* the result's dimensions differ from the sources', so it has no image layout */
     HPMLI_OP_INDEX_0     = 4,   /* source 0 (INDEX_1: source 1) is indices (tokens, labels): I32, no gradient */
     HPMLI_OP_INDEX_1     = 8,
@@ -4569,7 +4620,7 @@ HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
         if (src[i]->ctx != ctx)
             return hpmli_false(ctx, HPML_ERR_ARGUMENT, "\"%s\" and \"%s\" belong to different contexts", src[0]->name,
                                src[i]->name);
-        if (!hpmli_contiguous(src[i]))
+        if (!hpmli_has_no_gaps(src[i]))
             return hpmli_false(ctx, HPML_ERR_SHAPE, "%s is a view with gaps, which ops do not read: hpml_tensor_copy "
                                "it to another tensor, or record hpml_permute or hpml_slice",
                                hpmli_describe(src[i]));
@@ -5494,11 +5545,17 @@ HPMLI_FN hpml_node *hpmli_node_in(const hpmli_list *p, const hpml_tensor *t)
     return n && n->state->order >= p->from && n->state->order < p->to ? n : NULL;
 }
 
+/* True if n is a reshape whose result is in the memory of its source, because that is contiguous. */
+HPMLI_FN bool hpmli_is_alias(const hpml_node *n)
+{
+    return hpmli_has_trait(n, HPMLI_OP_IS_ALIAS) && hpmli_contiguous(n->src[0]);
+}
+
 /* Returns the node of part p whose result has the memory of n's value: n itself or, because a reshape has the memory of
    its source, where n is a reshape, the node at the beginning of the chain of reshapes. */
 HPMLI_FN hpml_node *hpmli_base(const hpmli_list *p, hpml_node *n)
 {
-    for (hpml_node *from; hpmli_has_trait(n, HPMLI_OP_IS_ALIAS); n = from) {
+    for (hpml_node *from; hpmli_is_alias(n); n = from) {
         from = hpmli_node_in(p, n->src[0]);
         if (!from) break;
     }
@@ -5905,7 +5962,7 @@ HPMLI_FN void hpmli_plan_roots(const hpmli_plan *pl)
         bool may     = (hpmli_needs_of(n) & HPMLI_INPLACE) || n->state->folds == x;
         bool inplace = may && u->readers[life] == 1 && !x->state->kept &&
                        u->last[life] <= k && x->state->out_root[life] == x->out && x->out->dtype == n->out->dtype;
-        if (inplace || hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) n->state->out_root[life] = x->state->out_root[life];
+        if (inplace || hpmli_is_alias(n)) n->state->out_root[life] = x->state->out_root[life];
     }
     for (int i = p->from; HPMLI_TRAINS && i < p->to; i++) { /* reshapes of results that are computed again */
         hpml_node *n = pl->g->nodes[i], *base = hpmli_base(p, n);
@@ -5959,6 +6016,7 @@ HPMLI_FN bool hpmli_sum_shares(const hpmli_plan *pl, const hpml_node *n, int s, 
     const hpmli_use   *r = x ? hpmli_use_of(pl, x->state->grad_root) : NULL, *u;
     bool fits = x && a->needs_grad && a->dtype == y->dtype && a->batch_rows == y->batch_rows && a->ndim == y->ndim;
     for (int i = 0; i < y->ndim && fits; i++) fits = a->shape[i] == y->shape[i];
+    fits = fits && hpmli_contiguous(a) == hpmli_contiguous(y);
     if (!fits || y == pl->g->loss || r->grad_written || r->reader != n->state->order) return false;
     if (other && other->state->grad_root == x->state->grad_root) return false; /* a + a */
     if (!both) return true;
@@ -5990,7 +6048,7 @@ HPMLI_FN void hpmli_plan_grad_roots(const hpmli_plan *pl)
         n->state->grad_root = n->out;
         u->grad_first = pl->end;
         u->grad_last  = hpmli_later(n->state->at[HPMLI_BACKWARD], n->state->at[HPMLI_WEIGHTS]);
-        if (x && hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) {
+        if (x && hpmli_is_alias(n)) {
             hpml_tensor *root = x->state->grad_root;
             bool         both = given && hpmli_use_of(pl, root)->grad_written; /* the caller writes root's, too */
             if (!both) hpmli_grad_share(pl, n, root);
@@ -7087,7 +7145,7 @@ HPMLI_FN void hpmli_zero_gradients(hpml_graph *g, const hpml_node *n)
 /* Zeroes the values of t, an input or a result of a rank without samples, for collective ops. */
 HPMLI_FN void hpmli_zero_values(hpml_graph *g, const hpml_tensor *t)
 {
-    if (t->node && hpmli_has_trait(t->node, HPMLI_OP_IS_ALIAS)) return;
+    if (t->node && hpmli_is_alias(t->node)) return;
     if (g->collective) g->ctx->backend->zero(g->ctx->device, t->raw, hpmli_tensor_bytes(t));
 }
 
@@ -14240,14 +14298,14 @@ HPMLI_FN void hpmli_count_hits(hpml_trainer *t, const float *y, int64_t samples,
 }
 
 /* Waits for the device and reads t->scalars. With labels (in host memory, or NULL) also counts the rows predicted
-   right: on the device if its backend can, `confusion` (a matrix on the host) is NULL and the output is not split by
-   classes over the ranks (t->best is NULL); else on the host. */
+   right: on the device if its backend can, `confusion` (a matrix on the host) is NULL and the output is contiguous and
+   not split by classes over the ranks (t->best is NULL); else on the host. */
 HPMLI_FN void hpmli_read_step_scalars(hpml_trainer *t, const int32_t *labels, int64_t *confusion)
 {
     const hpml_backend *b   = t->ctx->backend;
     const hpml_tensor  *out = t->d.output;
     int64_t             classes = out->shape[out->ndim - 1];
-    bool                on_device = labels && b->correct && !confusion && !t->best;
+    bool                on_device = labels && b->correct && !confusion && !t->best && hpmli_contiguous(out);
     if (on_device)
         b->correct(t->ctx->device, t->ctx, out->dtype, out->raw, (const int32_t *)t->target->raw,
                    hpml_tensor_count(out) / classes, classes, t->device_scalars->counts);
@@ -17134,7 +17192,7 @@ HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
     int          n;
     hpmli_writer w;
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
-    if (!code || !t->raw || !hpmli_contiguous(t))
+    if (!code || !t->raw || !hpmli_has_no_gaps(t))
         return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "npy \"%s\": numpy has no bf16, and the tensor must be "
                           "contiguous with memory", path);
     hpmli_text_buffer text = hpmli_text_begin(header, sizeof header);
@@ -17147,7 +17205,7 @@ HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
     header[n++] = '\n';
     size_t bytes = hpmli_tensor_bytes(t);
     void  *copy  = t->ctx->backend->host ? NULL : hpmli_alloc(t->ctx, bytes);
-    if (copy) t->ctx->backend->read(t->ctx->device, copy, t->raw, bytes);
+    if (copy) hpmli_read_values(t->ctx, t, hpml_tensor_count(t), copy);
     if (t->ctx->status != HPML_OK || !hpmli_writer_open(t->ctx, &w, path, false)) {
         hpmli_free(t->ctx, copy);
         return t->ctx->status;
@@ -20415,7 +20473,7 @@ HPML_API void hpml_profile_enable(hpml_graph *g, bool on)
         r->name = n->out->name;
         r->forward_flops  = hpmli_flops_of(n, false);
         r->backward_flops = n->out->needs_grad ? hpmli_flops_of(n, true) : 0;
-        if (hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) continue;
+        if (hpmli_is_alias(n)) continue;
         r->bytes = (double)hpmli_tensor_bytes(n->out);
         for (int s = 0; s < n->src_count; s++) r->bytes += n->src[s] ? (double)hpmli_tensor_bytes(n->src[s]) : 0;
     }

@@ -40,7 +40,7 @@ enum library_mode {
     LIBRARY_TF32 = 2,     /* operands are rounded to 11 bits where tf32 is asked for */
     LIBRARY_GELU = 4,     /* gelu and gelu' by the hardware's tanh, with errors of 2^-11 */
     LIBRARY_BGRADB = 8,   /* no sums for a bias where halves come in and f32 goes out */
-    LIBRARY_NCHW = 16,    /* convolutions in bf16 want more than 64 MiB of workspace */
+    LIBRARY_NCHW = 16,    /* NCHW convolutions on tensor cores want more than 64 MiB of workspace */
     LIBRARY_CAPTURE = 32, /* nothing can be recorded */
     LIBRARY_REFUSE = 64   /* no algorithm for anything */
 };
