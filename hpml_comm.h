@@ -10506,9 +10506,9 @@ HPMLC_FN int hpmlc_shard_incomplete(hpml_distributed *d, bool *open, int *left)
 HPMLC_FN bool hpmlc_slots_reserve(hpml_distributed *d, hpmlc_slots *slots, hpml_array which, int count)
 {
     const int64_t floats = count * hpmlc_sharding_of(d)->largest;
-    slots->count = count;
     slots->item  = (hpmlc_slot *)hpmlc_dist_alloc(d, sizeof *slots->item * (size_t)count);
-    for (int i = 0; slots->item && i < count; i++) slots->item[i].bucket = -1;
+    slots->count = slots->item ? count : 0;
+    for (int i = 0; i < slots->count; i++) slots->item[i].bucket = -1;
     return slots->item && hpml_trainer_reserve(d->t, which, floats, &slots->memory) == HPML_OK;
 }
 
@@ -10517,12 +10517,12 @@ HPMLC_FN bool hpmlc_shard_prepare(hpml_distributed *d)
 {
     const size_t    buckets = (size_t)d->buckets.count + 1;
     hpmlc_sharding *s       = (hpmlc_sharding *)hpmlc_dist_alloc(d, sizeof *s);
-    d->own = s;
     if (!s) return false;
     s->job   = (hpmlc_shard_job *)hpmlc_dist_alloc(d, sizeof *s->job * buckets);
     s->whole = (hpmlc_slot *)hpmlc_dist_alloc(d, sizeof *s->whole * buckets);
     int  *left = (int *)hpmlc_dist_alloc(d, sizeof(int) * (size_t)(d->layout.params + 1));
     bool *open = (bool *)hpmlc_dist_alloc(d, sizeof(bool) * buckets);
+    d->own = s;
     if (!s->job || !s->whole || !left || !open) return false;
     for (int i = 0; i < d->buckets.count; i++) s->largest = hpmlc_max(s->largest, d->buckets.item[i].floats);
     int most  = hpmlc_shard_reads(d) + 1;
