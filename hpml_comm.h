@@ -12974,7 +12974,7 @@ HPMLC_FN hpml_status hpmlc_serve_one(hpml_distributed *d)
         own->awaited[i] = NULL;
         if (w->is_lost || w->is_open) continue;
         if (!w->is_posted) hpml_irecv(d->c, i, HPMLC_TAG_REQUEST, &w->request, sizeof w->request, &w->message);
-        w->is_posted    = true;
+        w->is_posted    = w->message.owner != NULL; /* else the receive has failed and is not in c's list */
         own->awaited[i] = &w->message;
     }
     if (d->c->survive) hpml_comm_busy(d->c, 2 * d->c->timeout); /* because workers lose a rank that is silent */
