@@ -1911,7 +1911,6 @@ HPMLC_FN bool        hpmlc_pipeline_attach(hpmlc_pipeline *pl);
 HPMLC_FN hpml_status hpmlc_pipeline_join(hpmlc_pipeline *pl);
 HPMLC_FN bool        hpmlc_pipeline_ties(const hpmlc_pipeline *pl);
 HPMLC_FN hpml_status hpmlc_pipeline_drain(hpmlc_pipeline *pl);
-HPMLC_FN void        hpmlc_pipeline_close(hpml_distributed *d);
 HPMLC_FN void        hpmlc_pipeline_text(const hpmlc_pipeline *pl, const hpmlc_text *to, size_t *length);
 
 HPMLC_FN int64_t hpmlc_min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -13847,7 +13846,8 @@ HPMLC_FN void hpmlc_dist_close(hpml_distributed *d)
 {
     void *older;
     if (d->strategy->close) d->strategy->close(d);
-    if (d->pipeline) hpmlc_pipeline_close(d);
+    if (d->pipeline) hpml_trainer_detach(d->t, d->pipeline);
+    hpml_ctx_release(d->ctx, d->pipeline);
     for (int i = 0; i < d->buckets.count; i++) {
         hpml_exchange_free(d->buckets.item[i].x);
         hpml_exchange_free(d->buckets.item[i].warm);
@@ -16076,7 +16076,7 @@ HPMLC_FN bool hpmlc_norms_open(hpmlc_pipeline *pl)
    on the context. */
 HPMLC_FN bool hpmlc_pipeline_open(hpml_distributed *d)
 {
-    hpmlc_pipeline *pl = (hpmlc_pipeline *)hpmlc_dist_alloc(d, sizeof *pl);
+    hpmlc_pipeline *pl = (hpmlc_pipeline *)hpml_ctx_alloc(d->ctx, sizeof *pl, hpmlc_pipeline_destroy);
     if (!pl) return false;
     const int64_t batch = hpml_trainer_settings(d->t)->input->shape[0];
     d->pipeline     = pl;
@@ -16084,6 +16084,17 @@ HPMLC_FN bool hpmlc_pipeline_open(hpml_distributed *d)
     pl->t           = d->t;
     pl->ctx         = d->ctx;
     pl->g           = hpml_trainer_graph(d->t);
+/* Ends the sends that are in flight, because their memory is freed next: those that no stage will receive, after an
+   error or, as STASH and VERTICAL leave them, when all stages have come to the end of the training. */
+HPMLC_FN void hpmlc_pipeline_destroy(void *object)
+{
+    hpmlc_pipeline *pl    = (hpmlc_pipeline *)object;
+    const size_t    sends = (size_t)pl->slots * (size_t)pl->edges * 2;
+    if (pl->walk.forwards > 0 && hpml_ctx_status(pl->ctx) == HPML_OK) hpml_barrier(pl->c);
+    for (size_t at = 0; pl->flying && at < sends; at++)
+        if (pl->flying[at] && !hpmlc_done(&pl->sent[at])) pl->c->t->abandon(pl->c, &pl->sent[at]);
+}
+
     pl->c           = hpml_comm_mesh(d->all)->axis[HPML_AXIS_PIPE];
     pl->desc.kind   = d->plan.schedule;
     pl->desc.stages = pl->c->size;
@@ -16132,14 +16143,6 @@ HPMLC_FN bool hpmlc_pipeline_attach(hpmlc_pipeline *pl)
         if (!pl->own || !pl->stash) return false;
     }
     return hpml_trainer_attach(pl->t, &hooks) == HPML_OK;
-}
-
-/* Waits for the sends that are in flight, and detaches the pipeline's hooks from the trainer. */
-HPMLC_FN void hpmlc_pipeline_close(hpml_distributed *d)
-{
-    hpmlc_pipeline *pl = d->pipeline;
-    for (int s = 0; pl->flying && s < pl->slots; s++) hpmlc_slot_wait(pl, s);
-    hpml_trainer_detach(pl->t, pl);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
