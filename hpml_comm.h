@@ -10521,8 +10521,8 @@ HPMLC_FN bool hpmlc_shard_prepare(hpml_distributed *d)
     s->whole = (hpmlc_slot *)hpmlc_dist_alloc(d, sizeof *s->whole * buckets);
     int  *left = (int *)hpmlc_dist_alloc(d, sizeof(int) * (size_t)(d->layout.params + 1));
     bool *open = (bool *)hpmlc_dist_alloc(d, sizeof(bool) * buckets);
-    d->own = s;
     if (!s->job || !s->whole || !left || !open) return false;
+    d->own = s;
     for (int i = 0; i < d->buckets.count; i++) s->largest = hpmlc_max(s->largest, d->buckets.item[i].floats);
     int most  = hpmlc_shard_reads(d) + 1;
     int count = hpmlc_shard_incomplete(d, open, left) + 1;
@@ -15385,6 +15385,8 @@ typedef struct hpmlc_edge { /* a tensor that piece `from` computes and piece `to
     int32_t      from, to;
     bool         has_grad; /* piece `to` computes a gradient of the tensor */
     bool         first;    /* true: its gradient comes first: those of the tensor's other edges are added to it */
+    int          turns, turn; /* INTERLEAVED, if pieces are between: the number of copies, the next copy; else 0 */
+    char        *copy;     /* (turns, bytes) gradients in flight, because a slot of `to` is used again before `from` */
 } hpmlc_edge;
 
 typedef struct hpmlc_tied { int32_t param, stage; } hpmlc_tied; /* a parameter of several stages; one of these stages */
@@ -15414,7 +15416,7 @@ struct hpmlc_pipeline {
     int32_t           pieces;
     int32_t          *cut;     /* (pieces + 1) the op at which each piece begins */
     int64_t           rows;    /* samples of a micro-batch, but for the last one */
-    int32_t           slots;   /* sets of activations that this rank has */
+    int32_t           slots;   /* sets of activations that this rank has, and then the most copies that an edge has */
     hpmlc_edge       *edge;
     int32_t           edges;
     float            *scratch; /* memory for a received gradient until it is added to another one */
@@ -15607,15 +15609,20 @@ HPMLC_FN bool hpmlc_pass_flows(const hpmlc_pipeline *pl, const hpmlc_pass *pass)
     return pass->train && hpmlc_pipe_stashes(pl->desc.kind);
 }
 
-/* Sends the tensor of edge i (a tensor that one piece computes and another one reads), from the memory of a slot: its
-   values or, if `back`, its gradient. Returns while the message is in flight. */
+/* Sends the tensor of edge i (a tensor that one piece computes and another one reads), from the memory of a slot or
+   from a copy: its values or, if `back`, its gradient. Returns while the message is in flight. */
 HPMLC_FN hpml_status hpmlc_edge_send(hpmlc_pipeline *pl, int slot, int i, bool back)
 {
-    const hpmlc_edge *e  = &pl->edge[i];
-    size_t            at = ((size_t)slot * (size_t)pl->edges + (size_t)i) * 2 + back, bytes;
-    const void       *data = back ? e->tensor->raw_grad : e->tensor->raw;
-    bytes = hpmlc_edge_bytes(e, pl->samples[slot]);
+    hpmlc_edge  *e      = &pl->edge[i];
+    const bool   copies = back && e->copy;
+    const int    from   = copies ? pl->slots - 1 - e->turn : slot;
+    const size_t bytes  = hpmlc_edge_bytes(e, pl->samples[slot]), most = hpmlc_edge_bytes(e, pl->rows);
+    const size_t at     = ((size_t)from * (size_t)pl->edges + (size_t)i) * 2 + back;
+    const void  *data   = back ? e->tensor->raw_grad : e->tensor->raw;
     if (bytes == 0) return HPML_OK;
+    if (copies && pl->flying[at] && hpml_wait(pl->c, &pl->sent[at]) != HPML_OK) return hpmlc_failure(pl->c);
+    if (copies) data = memcpy(e->copy + (size_t)e->turn * most, data, bytes);
+    if (copies) e->turn = (e->turn + 1) % e->turns;
     pl->flying[at] = true;
     return hpml_isend(pl->c, hpmlc_piece_rank(pl, back ? e->from : e->to), 2 * i + back, data, bytes, &pl->sent[at]);
 }
@@ -16034,18 +16041,23 @@ HPMLC_FN hpml_status hpmlc_pipeline_join(hpmlc_pipeline *pl)
    known. False: out of memory. */
 HPMLC_FN bool hpmlc_pipeline_arrays(hpmlc_pipeline *pl)
 {
-    hpml_distributed *d     = pl->d;
-    const size_t      sends = (size_t)pl->slots * (size_t)pl->edges * 2;
-    size_t            most  = sizeof(float);
+    hpml_distributed *d    = pl->d;
+    int64_t           most = sizeof(float), turns = 0;
     for (int i = 0; i < pl->edges; i++) {
-        size_t bytes = hpmlc_edge_bytes(&pl->edge[i], pl->rows);
-        if (bytes > most) most = bytes;
+        hpmlc_edge   *e     = &pl->edge[i];
+        const int64_t bytes = (int64_t)hpmlc_edge_bytes(e, pl->rows);
+        most = hpmlc_max(most, bytes);
+        if (pl->desc.kind != HPML_PIPE_INTERLEAVED || !e->has_grad || e->to == e->from + 1) continue;
+        e->turns = hpml_pipe_slots(&pl->desc, hpmlc_piece_rank(pl, e->from), e->from / pl->desc.stages);
+        e->copy  = (char *)hpmlc_dist_alloc(d, (size_t)(bytes * e->turns));
+        if (!e->copy) return false;
+        turns = hpmlc_max(turns, e->turns);
     }
-    for (int i = 0; i < pl->ties; i++) {
-        size_t bytes = (size_t)hpml_tensor_count(hpml_param_at(pl->ctx, pl->tied[i].param)) * sizeof(float);
-        if (bytes > most) most = bytes;
-    }
-    pl->scratch = (float *)hpmlc_dist_alloc(d, most);
+    for (int i = 0; i < pl->ties; i++)
+        most = hpmlc_max(most, hpml_tensor_count(hpml_param_at(pl->ctx, pl->tied[i].param)) * (int64_t)sizeof(float));
+    pl->slots += (int32_t)turns;
+    const size_t sends = (size_t)pl->slots * (size_t)pl->edges * 2;
+    pl->scratch = (float *)hpmlc_dist_alloc(d, (size_t)most);
     pl->sent    = (hpml_message *)hpmlc_dist_alloc(d, sizeof *pl->sent * (sends + 1));
     pl->flying  = (bool *)hpmlc_dist_alloc(d, sizeof *pl->flying * (sends + 1));
     pl->samples = (int64_t *)hpmlc_dist_alloc(d, sizeof *pl->samples * (size_t)pl->slots);
@@ -16072,6 +16084,17 @@ HPMLC_FN bool hpmlc_norms_open(hpmlc_pipeline *pl)
     return pl->norm != NULL;
 }
 
+/* Ends the sends that are in flight, because their memory is freed next: those that no stage will receive, after an
+   error or, as STASH and VERTICAL leave them, when all stages have come to the end of the training. */
+HPMLC_FN void hpmlc_pipeline_destroy(void *object)
+{
+    hpmlc_pipeline *pl    = (hpmlc_pipeline *)object;
+    const size_t    sends = (size_t)pl->slots * (size_t)pl->edges * 2;
+    if (pl->walk.forwards > 0 && hpml_ctx_status(pl->ctx) == HPML_OK) hpml_barrier(pl->c);
+    for (size_t at = 0; pl->flying && at < sends; at++)
+        if (pl->flying[at] && !hpmlc_done(&pl->sent[at])) pl->c->t->abandon(pl->c, &pl->sent[at]);
+}
+
 /* Cuts the trainer's graph into the stages of a pipeline, before the memory of the graph is allocated. False: an error
    on the context. */
 HPMLC_FN bool hpmlc_pipeline_open(hpml_distributed *d)
@@ -16084,17 +16107,6 @@ HPMLC_FN bool hpmlc_pipeline_open(hpml_distributed *d)
     pl->t           = d->t;
     pl->ctx         = d->ctx;
     pl->g           = hpml_trainer_graph(d->t);
-/* Ends the sends that are in flight, because their memory is freed next: those that no stage will receive, after an
-   error or, as STASH and VERTICAL leave them, when all stages have come to the end of the training. */
-HPMLC_FN void hpmlc_pipeline_destroy(void *object)
-{
-    hpmlc_pipeline *pl    = (hpmlc_pipeline *)object;
-    const size_t    sends = (size_t)pl->slots * (size_t)pl->edges * 2;
-    if (pl->walk.forwards > 0 && hpml_ctx_status(pl->ctx) == HPML_OK) hpml_barrier(pl->c);
-    for (size_t at = 0; pl->flying && at < sends; at++)
-        if (pl->flying[at] && !hpmlc_done(&pl->sent[at])) pl->c->t->abandon(pl->c, &pl->sent[at]);
-}
-
     pl->c           = hpml_comm_mesh(d->all)->axis[HPML_AXIS_PIPE];
     pl->desc.kind   = d->plan.schedule;
     pl->desc.stages = pl->c->size;
