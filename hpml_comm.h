@@ -15420,8 +15420,7 @@ struct hpmlc_pipeline {
     hpmlc_edge       *edge;
     int32_t           edges;
     float            *scratch; /* memory for a received gradient until it is added to another one */
-    hpml_message     *sent;    /* (slots, edges, 2) sends of values and gradients that may be in flight */
-    bool             *flying;  /* (slots, edges, 2) whether the send in .sent is in flight */
+    hpml_message     *sent;    /* (slots, edges, 2) sends of values and gradients; .owner NULL: not begun */
     int64_t          *samples; /* (slots) */
     hpmlc_tied       *tied;    /* parameters that several stages read, sorted by number, then stage */
     int32_t           ties;
@@ -15460,6 +15459,7 @@ HPMLC_FN int hpmlc_piece_of(const hpmlc_pipeline *pl, const hpml_node *node)
 /* Returns the bytes, for `samples` samples, of the tensor of edge e, which one piece of the model sends to another. */
 HPMLC_FN size_t hpmlc_edge_bytes(const hpmlc_edge *e, int64_t samples)
 {
+    bool     flows;   /* true: a step of STASH or VERTICAL, which leaves other micro-batches in flight */
     const hpml_tensor *t     = e->tensor;
     int64_t            count = hpml_tensor_count(t);
     if (t->batch_rows > 0) count = count / t->shape[0] * t->batch_rows * samples;
@@ -15603,12 +15603,6 @@ HPMLC_FN bool hpmlc_pipeline_parts(hpmlc_pipeline *pl)
 // ---------------------------------------------------------------------------------------------------------------------
 HPMLC_FN int hpmlc_piece_rank(const hpmlc_pipeline *pl, int piece) { return piece % pl->desc.stages; }
 
-/* Returns whether the pass is a step of STASH or VERTICAL, which leaves other micro-batches in flight. */
-HPMLC_FN bool hpmlc_pass_flows(const hpmlc_pipeline *pl, const hpmlc_pass *pass)
-{
-    return pass->train && hpmlc_pipe_stashes(pl->desc.kind);
-}
-
 /* Sends the tensor of edge i (a tensor that one piece computes and another one reads), from the memory of a slot or
    from a copy: its values or, if `back`, its gradient. Returns while the message is in flight. */
 HPMLC_FN hpml_status hpmlc_edge_send(hpmlc_pipeline *pl, int slot, int i, bool back)
@@ -15620,10 +15614,9 @@ HPMLC_FN hpml_status hpmlc_edge_send(hpmlc_pipeline *pl, int slot, int i, bool b
     const size_t at     = ((size_t)from * (size_t)pl->edges + (size_t)i) * 2 + back;
     const void  *data   = back ? e->tensor->raw_grad : e->tensor->raw;
     if (bytes == 0) return HPML_OK;
-    if (copies && pl->flying[at] && hpml_wait(pl->c, &pl->sent[at]) != HPML_OK) return hpmlc_failure(pl->c);
+    if (copies && pl->sent[at].owner && hpml_wait(pl->c, &pl->sent[at]) != HPML_OK) return hpmlc_failure(pl->c);
     if (copies) data = memcpy(e->copy + (size_t)e->turn * most, data, bytes);
     if (copies) e->turn = (e->turn + 1) % e->turns;
-    pl->flying[at] = true;
     return hpml_isend(pl->c, hpmlc_piece_rank(pl, back ? e->from : e->to), 2 * i + back, data, bytes, &pl->sent[at]);
 }
 
@@ -15632,12 +15625,8 @@ HPMLC_FN hpml_status hpmlc_slot_wait(hpmlc_pipeline *pl, int slot)
 {
     size_t      at = (size_t)slot * (size_t)pl->edges * 2, end = at + (size_t)pl->edges * 2;
     hpml_status status = HPML_OK;
-    for (; at < end; at++) {
-        if (!pl->flying[at]) continue;
-        hpml_status own = hpml_wait(pl->c, &pl->sent[at]);
-        pl->flying[at]  = false;
-        if (status == HPML_OK) status = own;
-    }
+    for (; at < end && status == HPML_OK; at++)
+        if (pl->sent[at].owner) status = hpml_wait(pl->c, &pl->sent[at]);
     return status;
 }
 
@@ -15726,7 +15715,7 @@ HPMLC_FN void hpmlc_norms_step(hpmlc_pipeline *pl, bool begin)
 
 HPMLC_FN hpml_status hpmlc_task_forward(hpmlc_pipeline *pl, hpmlc_pass *pass, const hpml_pipe_task *task)
 {
-    int64_t     at = hpmlc_pass_flows(pl, pass) ? 0 : hpmlc_min(task->micro * pl->rows, pass->samples);
+    int64_t     at = pass->flows ? 0 : hpmlc_min(task->micro * pl->rows, pass->samples);
     int64_t     samples = hpmlc_min(pl->rows, pass->samples - at);
     bool        defers  = pass->train && pass->micro > 1;
     float       loss    = 0;
@@ -15751,7 +15740,7 @@ HPMLC_FN hpml_status hpmlc_task_forward(hpmlc_pipeline *pl, hpmlc_pass *pass, co
    may run, because it only reads the gradients of inputs. */
 HPMLC_FN hpml_status hpmlc_task_backward(hpmlc_pipeline *pl, const hpmlc_pass *pass, const hpml_pipe_task *task)
 {
-    const bool  flows = hpmlc_pass_flows(pl, pass), weights = task->work == HPML_PIPE_BACKWARD_WEIGHTS;
+    const bool  flows = pass->flows, weights = task->work == HPML_PIPE_BACKWARD_WEIGHTS;
     hpml_half   half  = weights ? HPML_HALF_WEIGHTS : HPML_HALF_BOTH;
     int64_t     samples = pl->samples[task->slot];
     bool        adds = pass->accumulate || (!flows && task->micro > 0 && pl->d->plan.shard < 2);
@@ -15961,10 +15950,11 @@ HPMLC_FN hpml_status hpmlc_pipeline_pass(void *user, hpml_trainer *t, const hpml
     const int64_t   full  = pl->d->plan.shard > 1 ? pl->d->plan.micro : 1; /* least micro-batches, equal on all ranks */
     const int64_t   micro = hpmlc_max(full, (samples + pl->rows - 1) / pl->rows);
     hpmlc_pass      pass = { first, samples, grad_scale, accumulate, at->pass != HPML_PASS_EVALUATE,
-                             at->batch + 1 >= at->batches, (int32_t)micro, 0 };
+                             at->batch + 1 >= at->batches, false, (int32_t)micro, 0 };
     hpml_status     status;
     HPMLC_ZERO(hpmlc_outcome, out);
-    if (pass.train && hpmlc_pipe_stashes(pl->desc.kind)) {
+    pass.flows = pass.train && hpmlc_pipe_stashes(pl->desc.kind);
+    if (pass.flows) {
         if (pl->walk.forwards == 0) hpmlc_stash_begin(pl);
         status = hpmlc_stash_tasks(pl, &pass, false);
         out    = pl->last;
@@ -15997,7 +15987,7 @@ HPMLC_FN hpml_status hpmlc_stash_step(void *user, hpml_trainer *t HPMLC_UNUSED, 
    Collective over the stages. */
 HPMLC_FN hpml_status hpmlc_pipeline_drain(hpmlc_pipeline *pl)
 {
-    hpmlc_pass  pass   = { 0, 0, 1, false, true, false, 1, 0 };
+    hpmlc_pass  pass   = { 0, 0, 1, false, true, false, true, 1, 0 };
     hpml_status status = HPML_OK;
     if (!hpmlc_pipe_stashes(pl->desc.kind) || pl->walk.forwards == 0) return HPML_OK;
     pl->walk.total = pl->walk.micro = pl->walk.forwards;
@@ -16059,9 +16049,8 @@ HPMLC_FN bool hpmlc_pipeline_arrays(hpmlc_pipeline *pl)
     const size_t sends = (size_t)pl->slots * (size_t)pl->edges * 2;
     pl->scratch = (float *)hpmlc_dist_alloc(d, (size_t)most);
     pl->sent    = (hpml_message *)hpmlc_dist_alloc(d, sizeof *pl->sent * (sends + 1));
-    pl->flying  = (bool *)hpmlc_dist_alloc(d, sizeof *pl->flying * (sends + 1));
     pl->samples = (int64_t *)hpmlc_dist_alloc(d, sizeof *pl->samples * (size_t)pl->slots);
-    return pl->scratch && pl->sent && pl->flying && pl->samples;
+    return pl->scratch && pl->sent && pl->samples;
 }
 
 /* Lists in pl->norm the batchnorms of this rank's pieces that update running statistics. False: out of memory. */
@@ -16091,8 +16080,8 @@ HPMLC_FN void hpmlc_pipeline_destroy(void *object)
     hpmlc_pipeline *pl    = (hpmlc_pipeline *)object;
     const size_t    sends = (size_t)pl->slots * (size_t)pl->edges * 2;
     if (pl->walk.forwards > 0 && hpml_ctx_status(pl->ctx) == HPML_OK) hpml_barrier(pl->c);
-    for (size_t at = 0; pl->flying && at < sends; at++)
-        if (pl->flying[at] && !hpmlc_done(&pl->sent[at])) pl->c->t->abandon(pl->c, &pl->sent[at]);
+    for (size_t at = 0; pl->sent && at < sends; at++)
+        if (pl->sent[at].owner && !hpmlc_done(&pl->sent[at])) pl->c->t->abandon(pl->c, &pl->sent[at]);
 }
 
 /* Cuts the trainer's graph into the stages of a pipeline, before the memory of the graph is allocated. False: an error
