@@ -12982,13 +12982,12 @@ HPMLC_FN hpml_status hpmlc_serve_one(hpml_distributed *d)
     hpmlc_client *w = &own->client[k];
     w->is_posted = false;
     own->is_finished = false;
-    if (w->message.status == HPML_OK && w->request.kind == HPMLC_LEAVE)
-        return hpmlc_survive(d, k, HPML_ERR_PEER);
-    if (w->message.status == HPML_OK && w->request.kind == HPMLC_ROWS)
-        return hpmlc_survive(d, k, hpmlc_rows_answer(d, k));
-    w->is_open   = w->message.status == HPML_OK && w->request.kind != HPMLC_NOTE;
-    if (w->message.status == HPML_OK && w->request.kind == HPMLC_NOTE) w->epochs = w->request.epoch;
-    return hpmlc_survive(d, k, w->message.status);
+    if (w->message.status != HPML_OK) return hpmlc_survive(d, k, w->message.status);
+    if (w->request.kind == HPMLC_LEAVE) return hpmlc_survive(d, k, HPML_ERR_PEER);
+    if (w->request.kind == HPMLC_ROWS) return hpmlc_survive(d, k, hpmlc_rows_answer(d, k));
+    if (w->request.kind == HPMLC_NOTE) w->epochs = w->request.epoch;
+    w->is_open = w->request.kind != HPMLC_NOTE;
+    return HPML_OK;
 }
 
 /* Returns whether worker w has done as many steps (federated: rounds) as this server `own`. */
@@ -13050,7 +13049,6 @@ HPMLC_FN hpml_status hpmlc_servers_begin(hpml_distributed *d, int64_t samples, f
     if (own->samples > 0) *loss = (float)(own->loss / own->samples);
     return status;
 }
-
 HPMLC_FN hpml_status hpmlc_servers_gradient(hpml_distributed *d, int param)
 {
     hpmlc_factor_keep(d, param, 0);
