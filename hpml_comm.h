@@ -1200,13 +1200,14 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
    parameters, with other strategies than sync, on devices, with batchnorm or a dynamic loss scale. */
 HPML_API hpml_status hpml_distribute_share(hpml_distributed *d);
 /* The end of training, collective: completes exchanges in flight and sets the parameters of every rank to the result of
-   the training. Sync: nothing to do, because all ranks have the same parameters after each step; gradients in flight
-   (`delayed`) are not applied. Local, block: the ranks exchange their parameters once more, unless they did in the
-   last step; block: the parameters become the centre. Elastic: the centre. Gossip: the mean over the ranks. With
-   servers: their parameters, as soon as all workers that are not lost have called this function, and the mean of the
-   workers' running statistics. Pipelines with schedule stash or vertical: the backward passes and updates of the
-   micro-batches in flight are run. Training may go on afterwards. A training may end without this call: a server then
-   serves while its distribution or context is being freed, until all workers' distributions or contexts are freed. */
+   the training. Sync: all ranks have the same parameters after each update; after micro-batches without one, running
+   statistics become their means. Gradients in flight (`delayed`) are not applied. Local, block: the ranks exchange
+   their parameters once more, unless they did in the last step; block: the parameters become the centre. Elastic: the
+   centre. Gossip: the mean over the ranks. With servers: their parameters, as soon as all workers that are not lost
+   have called this function, and the mean of the workers' running statistics. Pipelines with schedule stash or
+   vertical: the backward passes and updates of the micro-batches in flight are run. Training may go on afterwards. A
+   training may end without this call: a server then serves, and a pipeline with schedule stash or vertical waits for
+   its stages, while its distribution or context is being freed, until those of all workers or stages are freed. */
 HPML_API hpml_status hpml_distribute_finish(hpml_distributed *d);
 /* Writes to *out the bytes that the trainer takes on this rank with the plan, as hpml_distribute would do, and takes
    none of them: for a trainer that is created after hpml_ctx_defer. Buffers of exchanges come on top. Collective. Then
@@ -9818,17 +9819,30 @@ HPMLC_FN void hpmlc_buffers_average(hpml_distributed *d)
     hpmlc_buffers_copy(d, d->stats.buffers, true);
 }
 
+/* Sets the running statistics to the sum over ranks of `share` times those of the rank. */
+HPMLC_FN hpml_status hpmlc_buffers_sum(hpml_distributed *d, double share)
+{
+    float        *row = d->stats.buffers;
+    const int64_t n   = d->layout.buffer_total;
+    hpmlc_buffers_copy(d, row, false);
+    for (int64_t k = 0; k < n; k++) row[k] *= (float)share;
+    hpml_status status = n > 0 ? hpmlc_reduce_all(d->c, row, n, HPML_ELEMENT_F32, HPML_SUM, HPML_AUTO) : HPML_OK;
+    if (status == HPML_OK) hpmlc_buffers_copy(d, row, true);
+    return status;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>distribute-run   data parallelism: the passes and exchanges of a step, the trainer's hooks
 // ---------------------------------------------------------------------------------------------------------------------
 /* Starts what remains of a step's communication: exchanges of buckets that have not started yet, then the sum over
-   ranks of samples, loss and `buffers`, the running statistics (NULL: without these). */
+   ranks of samples, loss and `buffers`, in place of the running statistics (NULL: these). */
 HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d, const float *buffers)
 {
     double      start  = hpml_comm_now(d->c);
     hpml_status status = hpmlc_buckets_post(d);
     if (status == HPML_OK) {
-        hpmlc_stats_fill(d, buffers);
+        if (!buffers) hpmlc_buffers_copy(d, d->stats.buffers, false);
+        hpmlc_stats_fill(d, buffers ? buffers : d->stats.buffers);
         status = hpmlc_task_start(d, &d->stats.task, d->c, hpmlc_stats_sum, d);
         if (status == HPML_OK) status = d->stats.task.status; /* of the sum, if the call has made it at once */
     }
@@ -10341,8 +10355,7 @@ HPMLC_FN hpml_status hpmlc_sync_begin(hpml_distributed *d, int64_t samples, floa
 {
     hpml_status status = hpmlc_dist_pass(d, samples, loss);
     if (status != HPML_OK || d->micro < d->accumulate) return status;
-    hpmlc_buffers_copy(d, d->stats.buffers, false);
-    return hpmlc_dist_post(d, d->stats.buffers);
+    return hpmlc_dist_post(d, NULL);
 }
 
 HPMLC_FN hpml_status hpmlc_sync_gradient(hpml_distributed *d, int param)
@@ -10358,6 +10371,16 @@ HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
     hpmlc_buffers_average(d);
     hpmlc_steps_note(d);
     return hpmlc_host_apply(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d));
+}
+
+/* After micro-batches without an update, in which each rank has changed its running statistics alone: sets these to
+   their means over the ranks, weighted by samples. */
+HPMLC_FN hpml_status hpmlc_sync_finish(hpml_distributed *d)
+{
+    double all = d->stats.samples;
+    if (d->micro == 0) return HPML_OK;
+    hpml_status status = hpmlc_reduce_all(d->c, &all, 1, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
+    return status == HPML_OK && all > 0 ? hpmlc_buffers_sum(d, d->stats.samples / all) : status;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -10929,8 +10952,7 @@ HPMLC_FN hpml_status hpmlc_shard_begin(hpml_distributed *d, int64_t samples, flo
     if (status != HPML_OK || d->micro < d->accumulate || s->posted) return status;
     if (d->plan.shard < 2 && d->pipeline) status = hpmlc_pipeline_join(d->pipeline);
     if (status != HPML_OK) return status;
-    hpmlc_buffers_copy(d, d->stats.buffers, false);
-    return hpmlc_dist_post(d, d->stats.buffers);
+    return hpmlc_dist_post(d, NULL);
 }
 
 /* Steps this rank's block of each bucket of parameters that was not stepped within the backward pass; waits until, with
@@ -11183,8 +11205,7 @@ HPMLC_FN hpml_status hpmlc_factors_begin(hpml_distributed *d, int64_t samples, f
         if (!f->layer[i].has_begun) status = hpmlc_factor_start(&f->layer[i]);
     if (!d->background) hpmlc_dist_waited(d, start);
     if (status != HPML_OK) return status;
-    hpmlc_buffers_copy(d, d->stats.buffers, false);
-    return hpmlc_dist_post(d, d->stats.buffers);
+    return hpmlc_dist_post(d, NULL);
 }
 
 HPMLC_FN hpml_status hpmlc_factors_update(hpml_distributed *d)
@@ -12114,7 +12135,7 @@ HPMLC_FN hpml_status hpmlc_local_update(hpml_distributed *d) { return hpmlc_weig
 
 HPMLC_FN hpml_status hpmlc_local_finish(hpml_distributed *d)
 {
-    return ((const hpmlc_weights *)d->own)->since > 0 ? hpmlc_local_meet(d) : HPML_OK;
+    return ((const hpmlc_weights *)d->own)->since > 0 || d->micro > 0 ? hpmlc_local_meet(d) : HPML_OK;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -12163,6 +12184,7 @@ HPMLC_FN hpml_status hpmlc_block_finish(hpml_distributed *d)
 {
     hpmlc_weights *own    = (hpmlc_weights *)d->own;
     hpml_status    status = own->since > 0 ? hpmlc_block_meet(d) : HPML_OK;
+    if (status == HPML_OK && d->micro > 0) status = hpmlc_weights_mean(d);
     if (status == HPML_OK && own->is_ahead) hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->centre, true);
     own->is_ahead = false;
     return status;
@@ -12200,7 +12222,7 @@ HPMLC_FN hpml_status hpmlc_elastic_update(hpml_distributed *d) { return hpmlc_we
 HPMLC_FN hpml_status hpmlc_elastic_finish(hpml_distributed *d)
 {
     const hpmlc_weights *own    = (const hpmlc_weights *)d->own;
-    hpml_status          status = own->since > 0 ? hpmlc_weights_mean(d) : HPML_OK;
+    hpml_status          status = own->since > 0 || d->micro > 0 ? hpmlc_weights_mean(d) : HPML_OK;
     if (status == HPML_OK && own->is_set) hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->centre, true);
     return status;
 }
@@ -13019,7 +13041,6 @@ HPMLC_FN hpml_status hpmlc_serve(hpml_distributed *d, bool (*is_over)(const hpml
     }
 }
 
-
 /* Worker: sends HPMLC_LEAVE to the servers, except with .survive, where servers notice by themselves that a worker has
    left. Server: answers requests until all workers have ended. */
 HPMLC_FN void hpmlc_servers_leave(hpml_distributed *d)
@@ -13049,6 +13070,7 @@ HPMLC_FN hpml_status hpmlc_servers_begin(hpml_distributed *d, int64_t samples, f
     if (own->samples > 0) *loss = (float)(own->loss / own->samples);
     return status;
 }
+
 HPMLC_FN hpml_status hpmlc_servers_gradient(hpml_distributed *d, int param)
 {
     hpmlc_factor_keep(d, param, 0);
@@ -13574,13 +13596,9 @@ HPMLC_FN hpml_status hpmlc_hogwild_update(hpml_distributed *d)
 HPMLC_FN hpml_status hpmlc_hogwild_finish(hpml_distributed *d)
 {
     hpml_status status = hpml_barrier(d->c);
-    HPMLC_ZERO(hpml_allreduce_desc, mean);
-    mean.reduce = HPML_MEAN;
     if (status != HPML_OK) return status;
     hpmlc_hogwild_all(d, false, hpmlc_hogwild_pull);
-    hpmlc_buffers_copy(d, d->stats.buffers, false);
-    if (d->layout.buffer_total > 0) status = hpml_allreduce(d->c, d->stats.buffers, d->layout.buffer_total, &mean);
-    if (status == HPML_OK) hpmlc_buffers_copy(d, d->stats.buffers, true);
+    status = hpmlc_buffers_sum(d, 1.0 / d->c->size);
     return status == HPML_OK ? hpml_barrier(d->c) : status;
 }
 
@@ -13610,17 +13628,17 @@ static const hpmlc_strategy hpmlc_strategies[] = {
     { HPML_STRATEGY_SYNC, "exact", "exact sums cut the batch into leaves once", NULL, hpmlc_exact_is_chosen,
       hpmlc_exact_open, hpmlc_exact_begin, NULL, hpmlc_exact_update, NULL, hpmlc_exact_state, NULL },
     { HPML_STRATEGY_SYNC, "delayed", NULL, "delayed.step", hpmlc_delayed_is_chosen, hpmlc_delayed_open,
-      hpmlc_delayed_begin, hpmlc_delayed_gradient, hpmlc_delayed_update, NULL, hpmlc_delayed_state, NULL },
+      hpmlc_delayed_begin, hpmlc_delayed_gradient, hpmlc_delayed_update, hpmlc_sync_finish, hpmlc_delayed_state, NULL },
     { HPML_STRATEGY_SYNC, "shard", NULL, NULL, hpmlc_shard_is_chosen, hpmlc_shard_open, hpmlc_shard_begin,
-      hpmlc_shard_gradient, hpmlc_shard_update, NULL, hpmlc_buckets_state, hpmlc_shard_close },
+      hpmlc_shard_gradient, hpmlc_shard_update, hpmlc_sync_finish, hpmlc_buckets_state, hpmlc_shard_close },
     { HPML_STRATEGY_SYNC, "factors", NULL, NULL, hpmlc_factors_is_chosen, hpmlc_factors_open, hpmlc_factors_begin,
       hpmlc_factors_gradient, hpmlc_factors_update, NULL, hpmlc_buckets_state, hpmlc_factors_close },
     { HPML_STRATEGY_SYNC, "nodes", NULL, NULL, hpmlc_nodes_is_chosen, hpmlc_nodes_open, hpmlc_link_begin,
-      hpmlc_sync_gradient, hpmlc_nodes_update, NULL, hpmlc_nodes_state, NULL },
+      hpmlc_sync_gradient, hpmlc_nodes_update, hpmlc_sync_finish, hpmlc_nodes_state, NULL },
     { HPML_STRATEGY_SYNC, "link", NULL, NULL, hpmlc_link_is_chosen, hpmlc_link_open, hpmlc_link_begin,
-      hpmlc_sync_gradient, hpmlc_link_update, NULL, hpmlc_link_state, NULL },
+      hpmlc_sync_gradient, hpmlc_link_update, hpmlc_sync_finish, hpmlc_link_state, NULL },
     { HPML_STRATEGY_SYNC, "sync", NULL, NULL, NULL, hpmlc_sync_open, hpmlc_sync_begin, hpmlc_sync_gradient,
-      hpmlc_sync_update, NULL, hpmlc_buckets_state, NULL },
+      hpmlc_sync_update, hpmlc_sync_finish, hpmlc_buckets_state, NULL },
     { HPML_STRATEGY_LOCAL, "local", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open, hpmlc_weights_begin, NULL,
       hpmlc_local_update, hpmlc_local_finish, hpmlc_weights_state, NULL },
     { HPML_STRATEGY_BLOCK, "block", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open_centre, hpmlc_weights_begin, NULL,
@@ -15441,6 +15459,7 @@ typedef struct hpmlc_pass { /* a call of the trainer's hook `pass`: samples [fir
     float    grad_scale;
     bool     accumulate, train;
     bool     last;    /* true: the trainer updates after these samples */
+    bool     flows;   /* true: a step of STASH or VERTICAL, which leaves other micro-batches in flight */
     int32_t  micro;   /* into how many micro-batches of the pipeline .samples are divided */
     double   loss;    /* mean loss of the samples, on the stage that computes the loss */
 } hpmlc_pass;
@@ -15457,7 +15476,6 @@ HPMLC_FN int hpmlc_piece_of(const hpmlc_pipeline *pl, const hpml_node *node)
 /* Returns the bytes, for `samples` samples, of the tensor of edge e, which one piece of the model sends to another. */
 HPMLC_FN size_t hpmlc_edge_bytes(const hpmlc_edge *e, int64_t samples)
 {
-    bool     flows;   /* true: a step of STASH or VERTICAL, which leaves other micro-batches in flight */
     const hpml_tensor *t     = e->tensor;
     int64_t            count = hpml_tensor_count(t);
     if (t->batch_rows > 0) count = count / t->shape[0] * t->batch_rows * samples;
@@ -15827,18 +15845,12 @@ HPMLC_FN hpml_status hpmlc_stash_mean(hpmlc_pipeline *pl)
 {
     hpml_distributed   *d = pl->d;
     const hpmlc_layout *l = &d->layout;
-    const int64_t       n = l->buffer_total;
     hpml_status         status;
     if (d->c->size == 1) return HPML_OK;
     for (int64_t k = 0; k < l->span && !d->plan.sum; k++) l->first[k] *= (float)pl->share;
     if (d->plan.shard > 0) status = hpmlc_shard_blocks(d, false);
     else status = hpmlc_reduce_all(d->c, l->first, l->span, HPML_ELEMENT_F32, HPML_SUM, d->plan.algorithm);
-    if (n == 0 || status != HPML_OK) return status;
-    hpmlc_buffers_copy(d, d->stats.buffers, false);
-    for (int64_t k = 0; k < n; k++) d->stats.buffers[k] *= (float)pl->share;
-    status = hpmlc_reduce_all(d->c, d->stats.buffers, n, HPML_ELEMENT_F32, HPML_SUM, HPML_AUTO);
-    hpmlc_buffers_copy(d, d->stats.buffers, true);
-    return status;
+    return status == HPML_OK ? hpmlc_buffers_sum(d, pl->share) : status;
 }
 
 /* Copies the newest weights to the stash, then updates the newest weights with the gradient of micro-batch `micro`. The
