@@ -1565,8 +1565,8 @@ HPML_API const hpml_machine *hpml_machine_find(const char *name);
 /* Measures this processor on one thread, in about 0.2 s: operations a second of hpml_sgemm, bandwidth of a long copy.
    All else is 0. HPML_ERR_MEMORY, on the context too. */
 HPML_API hpml_status hpml_machine_measure(hpml_ctx *ctx, hpml_machine *out);
-/* Sets *out to the network that messages of `ranks` ranks meet: the machine's network with cards, copies through the
-   host, and fabric in the latency and bandwidth between nodes. */
+/* Sets *out to the network that messages of `ranks` ranks (below 1: 1) meet: the machine's network with cards, copies
+   through the host, and fabric in the latency and bandwidth between nodes. */
 HPML_API void hpml_machine_network(const hpml_machine *m, int32_t ranks, hpml_network *out);
 
 /* A layer, as a forecast sees one. Numbers are those of one whole layer, for one sample. */
@@ -2075,7 +2075,7 @@ HPMLC_FN bool hpmlc_has_delay(const hpml_comm *c)
 HPMLC_FN int hpmlc_network_nodes(const hpml_network *n, int p)
 {
     int per_node = n->ranks_per_node > 0 && n->ranks_per_node < p ? n->ranks_per_node : p;
-    int nodes    = n->node ? 0 : (p + per_node - 1) / per_node;
+    int nodes    = n->node ? 0 : (p - 1) / per_node + 1;
     for (int r = 0; n->node && r < p; r++) {
         if (n->node[r] < 0 || n->node[r] >= p) return 0;
         if (n->node[r] >= nodes) nodes = n->node[r] + 1;
@@ -19999,7 +19999,7 @@ HPML_API void hpml_machine_network(const hpml_machine *m, int32_t ranks, hpml_ne
     hpml_fabric  f;
     hpml_link   *far = &out->between;
     *out = m->network;
-    const int nodes = hpmlc_network_nodes(&m->network, ranks);
+    const int nodes = hpmlc_network_nodes(&m->network, (int)hpmlc_max(ranks, 1));
     if (nodes <= 1 || !hpml_fabric_measure(m->fabric, nodes, &f)) return;
     far->latency += (f.hops + 1) * m->router; /* on the way are f.hops links, one router more */
     far->bandwidth *= (m->cards > 0 ? m->cards : 1) * f.share;
@@ -20057,7 +20057,7 @@ HPMLC_FN void hpmlc_roofline_row(const hpml_layer_facts *l, int count, const hpm
                                  hpmlc_roofline *all, const hpmlc_text *to, size_t *length)
 {
     const double flops = l->flops * samples;
-    const double bytes = l->bytes * samples + 4.0 * (double)(hpmlc_max(l->rows, 1) * l->cols);
+    const double bytes = l->bytes * samples + 4.0 * (double)hpmlc_max(l->rows, 1) * (double)l->cols;
     const double by[2] = { m->flops > 0 ? flops / m->flops : 0, m->bandwidth > 0 ? bytes / m->bandwidth : 0 };
     const bool   memory = by[1] > by[0];
     const double sum = l->edge > 0 ? l->flops / 2 / (double)l->edge : 1; /* products in the sum of each result */
@@ -20390,16 +20390,17 @@ HPMLC_FN hpml_status hpmlc_forecast_check(const hpml_plan *plan, const hpml_mode
     if (f->layers < 1 || f->layers > 65536 || !f->layer || f->facts.ranks > HPMLC_MAX_RANKS)
         return hpmlc_refuse(to, wrong, "forecast: %d layers (%s) on %d ranks: expected 1 to 65536 of both", f->layers,
                             f->layer ? "given" : "NULL", f->facts.ranks);
-    if (!HPMLC_GOOD(f->update_s) || f->states < 0 || !(m->flops >= 0) || !(m->bandwidth >= 0) || !(m->host >= 0) ||
-        m->cards < 0 || !HPMLC_GOOD(m->router) || !hpml_fabric_name(m->fabric))
-        return hpmlc_refuse(to, wrong, "forecast: machine \"%s\" or the facts have a negative number, a NaN or no "
-                            "fabric", m->name ? m->name : "");
+    if (!HPMLC_GOOD(f->update_s) || (unsigned)f->states > 1000 || !HPMLC_GOOD((double)f->facts.batch) ||
+        !(m->flops >= 0) || !(m->bandwidth >= 0) || !(m->host >= 0) || m->cards < 0 || !HPMLC_GOOD(m->router) ||
+        !hpml_fabric_name(m->fabric))
+        return hpmlc_refuse(to, wrong, "forecast: machine \"%s\" or the facts have a negative number, a NaN, one too "
+                            "large or no fabric", m->name ? m->name : "");
     for (int i = 0; i < f->layers; i++) {
         const hpml_layer_facts *l = &f->layer[i];
         const double all[] = { l->forward_s, l->backward_s, l->flops / 1e12, l->bytes / 1e12, (double)l->rows / 1e6,
-                               (double)l->cols / 1e6, (double)l->edge / 1e6, (double)l->kept / 1e6,
-                               (double)l->forward_sum / 1e6, (double)l->backward_sum / 1e6, (double)l->pass / 1e6,
-                               (double)l->swap / 1e6 };
+                               (double)hpmlc_max(l->rows, 1) * (double)l->cols, (double)l->edge / 1e6,
+                               (double)l->kept / 1e6, (double)l->forward_sum / 1e6, (double)l->backward_sum / 1e6,
+                               (double)l->pass / 1e6, (double)l->swap / 1e6 };
         for (size_t k = 0; k < sizeof all / sizeof all[0]; k++)
             if (!HPMLC_GOOD(all[k]))
                 return hpmlc_refuse(to, wrong, "forecast: layer %d \"%s\" has a negative number, a NaN or one too "
