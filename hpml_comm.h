@@ -16056,9 +16056,8 @@ HPMLC_FN bool hpmlc_pipeline_arrays(hpmlc_pipeline *pl)
     for (int i = 0; i < pl->ties; i++)
         most = hpmlc_max(most, hpml_tensor_count(hpml_param_at(pl->ctx, pl->tied[i].param)) * (int64_t)sizeof(float));
     pl->slots += (int32_t)turns;
-    const size_t sends = (size_t)pl->slots * (size_t)pl->edges * 2;
     pl->scratch = (float *)hpmlc_dist_alloc(d, (size_t)most);
-    pl->sent    = (hpml_message *)hpmlc_dist_alloc(d, sizeof *pl->sent * (sends + 1));
+    pl->sent    = (hpml_message *)hpmlc_dist_alloc(d, sizeof *pl->sent * (size_t)(pl->slots * (2ll * pl->edges + 1)));
     pl->samples = (int64_t *)hpmlc_dist_alloc(d, sizeof *pl->samples * (size_t)pl->slots);
     return pl->scratch && pl->sent && pl->samples;
 }
@@ -16087,10 +16086,9 @@ HPMLC_FN bool hpmlc_norms_open(hpmlc_pipeline *pl)
    error or, as STASH and VERTICAL leave them, when all stages have come to the end of the training. */
 HPMLC_FN void hpmlc_pipeline_destroy(void *object)
 {
-    hpmlc_pipeline *pl    = (hpmlc_pipeline *)object;
-    const size_t    sends = (size_t)pl->slots * (size_t)pl->edges * 2;
+    hpmlc_pipeline *pl = (hpmlc_pipeline *)object;
     if (pl->walk.forwards > 0 && hpml_ctx_status(pl->ctx) == HPML_OK) hpml_barrier(pl->c);
-    for (size_t at = 0; pl->sent && at < sends; at++)
+    for (size_t at = 0; pl->sent && at < (size_t)pl->slots * (size_t)pl->edges * 2; at++)
         if (pl->sent[at].owner && !hpmlc_done(&pl->sent[at])) pl->c->t->abandon(pl->c, &pl->sent[at]);
 }
 
