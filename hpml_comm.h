@@ -2091,11 +2091,12 @@ HPMLC_FN hpml_status hpmlc_network_check(const char *who, const hpml_network *ne
                                          const hpmlc_text *to)
 {
     const hpml_link *in = &net->inside, *far = &net->between;
-    if (net->ranks_per_node < 0 || !HPMLC_GOOD(in->latency) || !HPMLC_GOOD(far->latency) || !(in->bandwidth >= 0) ||
-        !(far->bandwidth >= 0) || (clock && !HPMLC_GOOD(net->jitter)))
+    if (net->ranks_per_node < 0 || !HPMLC_GOOD(in->latency) || !HPMLC_GOOD(far->latency) ||
+        !(in->bandwidth == 0 || in->bandwidth > 1e-12) || !(far->bandwidth == 0 || far->bandwidth > 1e-12) ||
+        (clock && !HPMLC_GOOD(net->jitter)))
         return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "%s: network of %d ranks a node, inside %g s and %g bytes/s, "
-                            "between %g s and %g bytes/s, jitter %g: a negative one or NaN", who, net->ranks_per_node,
-                            in->latency, in->bandwidth, far->latency, far->bandwidth, net->jitter);
+                            "between %g s and %g bytes/s, jitter %g: a negative one, one near 0 or NaN", who,
+                            net->ranks_per_node, in->latency, in->bandwidth, far->latency, far->bandwidth, net->jitter);
     if (hpmlc_network_nodes(net, p) == 0)
         return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "%s: network.node of a rank is not from 0 to %d", who, p - 1);
     for (int r = 0; clock && net->slow && r < p; r++)

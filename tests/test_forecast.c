@@ -1269,6 +1269,7 @@ TEST(errors)
     REFUSED(p.pipe = 4, p.pipe = 0, "2 layers cannot be cut into the 4 pieces");
     REFUSED(m.memory = 10, m.memory = 0, "a rank needs");
     REFUSED(m.network.inside.latency = NAN, m.network.inside.latency = 0, "NaN");
+    REFUSED(m.network.between.bandwidth = 1e-300, m.network.between.bandwidth = 0, "near 0");
     hpml_found found[1];
     m.memory = 10;
     ENSURE(hpml_search(NULL, &f, &m, found, 1, NULL, why, sizeof why) == -1 && strstr(why, "no plan is possible"));
