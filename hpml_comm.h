@@ -1202,13 +1202,14 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
    parameters, with other strategies than sync, on devices, with batchnorm or a dynamic loss scale. */
 HPML_API hpml_status hpml_distribute_share(hpml_distributed *d);
 /* The end of training, collective: completes exchanges in flight and sets the parameters of every rank to the result of
-   the training. Sync: nothing to do, because all ranks have the same parameters after each step; gradients in flight
-   (`delayed`) are not applied. Local, block: the ranks exchange their parameters once more, unless they did in the
-   last step; block: the parameters become the centre. Elastic: the centre. Gossip: the mean over the ranks. With
-   servers: their parameters, as soon as all workers that are not lost have called this function, and the mean of the
-   workers' running statistics. Pipelines with schedule stash or vertical: the backward passes and updates of the
-   micro-batches in flight are run. Training may go on afterwards. A training may end without this call: a server then
-   serves while its distribution or context is being freed, until all workers' distributions or contexts are freed. */
+   the training. Sync: all ranks have the same parameters after each update; after micro-batches without one, running
+   statistics become their means. Gradients in flight (`delayed`) are not applied. Local, block: the ranks exchange
+   their parameters once more, unless they did in the last step; block: the parameters become the centre. Elastic: the
+   centre. Gossip: the mean over the ranks. With servers: their parameters, as soon as all workers that are not lost
+   have called this function, and the mean of the workers' running statistics. Pipelines with schedule stash or
+   vertical: the backward passes and updates of the micro-batches in flight are run. Training may go on afterwards. A
+   training may end without this call: a server then serves, and a pipeline with schedule stash or vertical waits for
+   its stages, while its distribution or context is being freed, until those of all workers or stages are freed. */
 HPML_API hpml_status hpml_distribute_finish(hpml_distributed *d);
 /* Writes to *out the bytes that the trainer takes on this rank with the plan, as hpml_distribute would do, and takes
    none of them: for a trainer that is created after hpml_ctx_defer. Buffers of exchanges come on top. Collective. Then
@@ -1567,8 +1568,8 @@ HPML_API const hpml_machine *hpml_machine_find(const char *name);
 /* Measures this processor on one thread, in about 0.2 s: operations a second of hpml_sgemm, bandwidth of a long copy.
    All else is 0. HPML_ERR_MEMORY, on the context too. */
 HPML_API hpml_status hpml_machine_measure(hpml_ctx *ctx, hpml_machine *out);
-/* Sets *out to the network that messages of `ranks` ranks meet: the machine's network with cards, copies through the
-   host, and fabric in the latency and bandwidth between nodes. */
+/* Sets *out to the network that messages of `ranks` ranks (below 1: 1) meet: the machine's network with cards, copies
+   through the host, and fabric in the latency and bandwidth between nodes. */
 HPML_API void hpml_machine_network(const hpml_machine *m, int32_t ranks, hpml_network *out);
 
 /* A layer, as a forecast sees one. Numbers are those of one whole layer, for one sample. */
@@ -1914,7 +1915,6 @@ HPMLC_FN bool        hpmlc_pipeline_attach(hpmlc_pipeline *pl);
 HPMLC_FN hpml_status hpmlc_pipeline_join(hpmlc_pipeline *pl);
 HPMLC_FN bool        hpmlc_pipeline_ties(const hpmlc_pipeline *pl);
 HPMLC_FN hpml_status hpmlc_pipeline_drain(hpmlc_pipeline *pl);
-HPMLC_FN void        hpmlc_pipeline_close(hpml_distributed *d);
 HPMLC_FN void        hpmlc_pipeline_text(const hpmlc_pipeline *pl, const hpmlc_text *to, size_t *length);
 
 HPMLC_FN int64_t hpmlc_min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -2078,7 +2078,7 @@ HPMLC_FN bool hpmlc_has_delay(const hpml_comm *c)
 HPMLC_FN int hpmlc_network_nodes(const hpml_network *n, int p)
 {
     int per_node = n->ranks_per_node > 0 && n->ranks_per_node < p ? n->ranks_per_node : p;
-    int nodes    = n->node ? 0 : (p + per_node - 1) / per_node;
+    int nodes    = n->node ? 0 : (p - 1) / per_node + 1;
     for (int r = 0; n->node && r < p; r++) {
         if (n->node[r] < 0 || n->node[r] >= p) return 0;
         if (n->node[r] >= nodes) nodes = n->node[r] + 1;
@@ -2094,11 +2094,12 @@ HPMLC_FN hpml_status hpmlc_network_check(const char *who, const hpml_network *ne
                                          const hpmlc_text *to)
 {
     const hpml_link *in = &net->inside, *far = &net->between;
-    if (net->ranks_per_node < 0 || !HPMLC_GOOD(in->latency) || !HPMLC_GOOD(far->latency) || !(in->bandwidth >= 0) ||
-        !(far->bandwidth >= 0) || (clock && !HPMLC_GOOD(net->jitter)))
+    if (net->ranks_per_node < 0 || !HPMLC_GOOD(in->latency) || !HPMLC_GOOD(far->latency) ||
+        !(in->bandwidth == 0 || in->bandwidth > 1e-12) || !(far->bandwidth == 0 || far->bandwidth > 1e-12) ||
+        (clock && !HPMLC_GOOD(net->jitter)))
         return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "%s: network of %d ranks a node, inside %g s and %g bytes/s, "
-                            "between %g s and %g bytes/s, jitter %g: a negative one or NaN", who, net->ranks_per_node,
-                            in->latency, in->bandwidth, far->latency, far->bandwidth, net->jitter);
+                            "between %g s and %g bytes/s, jitter %g: a negative one, one near 0 or NaN", who,
+                            net->ranks_per_node, in->latency, in->bandwidth, far->latency, far->bandwidth, net->jitter);
     if (hpmlc_network_nodes(net, p) == 0)
         return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "%s: network.node of a rank is not from 0 to %d", who, p - 1);
     for (int r = 0; clock && net->slow && r < p; r++)
@@ -9827,17 +9828,30 @@ HPMLC_FN void hpmlc_buffers_average(hpml_distributed *d)
     hpmlc_buffers_copy(d, d->stats.buffers, true);
 }
 
+/* Sets the running statistics to the sum over ranks of `share` times those of the rank. */
+HPMLC_FN hpml_status hpmlc_buffers_sum(hpml_distributed *d, double share)
+{
+    float        *row = d->stats.buffers;
+    const int64_t n   = d->layout.buffer_total;
+    hpmlc_buffers_copy(d, row, false);
+    for (int64_t k = 0; k < n; k++) row[k] *= (float)share;
+    hpml_status status = n > 0 ? hpmlc_reduce_all(d->c, row, n, HPML_ELEMENT_F32, HPML_SUM, HPML_AUTO) : HPML_OK;
+    if (status == HPML_OK) hpmlc_buffers_copy(d, row, true);
+    return status;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>distribute-run   data parallelism: the passes and exchanges of a step, the trainer's hooks
 // ---------------------------------------------------------------------------------------------------------------------
 /* Starts what remains of a step's communication: exchanges of buckets that have not started yet, then the sum over
-   ranks of samples, loss and `buffers`, the running statistics (NULL: without these). */
+   ranks of samples, loss and `buffers`, in place of the running statistics (NULL: these). */
 HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d, const float *buffers)
 {
     double      start  = hpml_comm_now(d->c);
     hpml_status status = hpmlc_buckets_post(d);
     if (status == HPML_OK) {
-        hpmlc_stats_fill(d, buffers);
+        if (!buffers) hpmlc_buffers_copy(d, d->stats.buffers, false);
+        hpmlc_stats_fill(d, buffers ? buffers : d->stats.buffers);
         status = hpmlc_task_start(d, &d->stats.task, d->c, hpmlc_stats_sum, d);
         if (status == HPML_OK) status = d->stats.task.status; /* of the sum, if the call has made it at once */
     }
@@ -10352,8 +10366,7 @@ HPMLC_FN hpml_status hpmlc_sync_begin(hpml_distributed *d, int64_t samples, floa
 {
     hpml_status status = hpmlc_dist_pass(d, samples, loss);
     if (status != HPML_OK || d->micro < d->accumulate) return status;
-    hpmlc_buffers_copy(d, d->stats.buffers, false);
-    return hpmlc_dist_post(d, d->stats.buffers);
+    return hpmlc_dist_post(d, NULL);
 }
 
 HPMLC_FN hpml_status hpmlc_sync_gradient(hpml_distributed *d, int param)
@@ -10369,6 +10382,16 @@ HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
     hpmlc_buffers_average(d);
     hpmlc_steps_note(d);
     return hpmlc_host_apply(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d));
+}
+
+/* After micro-batches without an update, in which each rank has changed its running statistics alone: sets these to
+   their means over the ranks, weighted by samples. */
+HPMLC_FN hpml_status hpmlc_sync_finish(hpml_distributed *d)
+{
+    double all = d->stats.samples;
+    if (d->micro == 0) return HPML_OK;
+    hpml_status status = hpmlc_reduce_all(d->c, &all, 1, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
+    return status == HPML_OK && all > 0 ? hpmlc_buffers_sum(d, d->stats.samples / all) : status;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -10516,9 +10539,9 @@ HPMLC_FN int hpmlc_shard_incomplete(hpml_distributed *d, bool *open, int *left)
 HPMLC_FN bool hpmlc_slots_reserve(hpml_distributed *d, hpmlc_slots *slots, hpml_array which, int count)
 {
     const int64_t floats = count * hpmlc_sharding_of(d)->largest;
-    slots->count = count;
     slots->item  = (hpmlc_slot *)hpmlc_dist_alloc(d, sizeof *slots->item * (size_t)count);
-    for (int i = 0; slots->item && i < count; i++) slots->item[i].bucket = -1;
+    slots->count = slots->item ? count : 0;
+    for (int i = 0; i < slots->count; i++) slots->item[i].bucket = -1;
     return slots->item && hpml_trainer_reserve(d->t, which, floats, &slots->memory) == HPML_OK;
 }
 
@@ -10527,13 +10550,13 @@ HPMLC_FN bool hpmlc_shard_prepare(hpml_distributed *d)
 {
     const size_t    buckets = (size_t)d->buckets.count + 1;
     hpmlc_sharding *s       = (hpmlc_sharding *)hpmlc_dist_alloc(d, sizeof *s);
-    d->own = s;
     if (!s) return false;
     s->job   = (hpmlc_shard_job *)hpmlc_dist_alloc(d, sizeof *s->job * buckets);
     s->whole = (hpmlc_slot *)hpmlc_dist_alloc(d, sizeof *s->whole * buckets);
     int  *left = (int *)hpmlc_dist_alloc(d, sizeof(int) * (size_t)(d->layout.params + 1));
     bool *open = (bool *)hpmlc_dist_alloc(d, sizeof(bool) * buckets);
     if (!s->job || !s->whole || !left || !open) return false;
+    d->own = s;
     for (int i = 0; i < d->buckets.count; i++) s->largest = hpmlc_max(s->largest, d->buckets.item[i].floats);
     int most  = hpmlc_shard_reads(d) + 1;
     int count = hpmlc_shard_incomplete(d, open, left) + 1;
@@ -10940,8 +10963,7 @@ HPMLC_FN hpml_status hpmlc_shard_begin(hpml_distributed *d, int64_t samples, flo
     if (status != HPML_OK || d->micro < d->accumulate || s->posted) return status;
     if (d->plan.shard < 2 && d->pipeline) status = hpmlc_pipeline_join(d->pipeline);
     if (status != HPML_OK) return status;
-    hpmlc_buffers_copy(d, d->stats.buffers, false);
-    return hpmlc_dist_post(d, d->stats.buffers);
+    return hpmlc_dist_post(d, NULL);
 }
 
 /* Steps this rank's block of each bucket of parameters that was not stepped within the backward pass; waits until, with
@@ -11194,8 +11216,7 @@ HPMLC_FN hpml_status hpmlc_factors_begin(hpml_distributed *d, int64_t samples, f
         if (!f->layer[i].has_begun) status = hpmlc_factor_start(&f->layer[i]);
     if (!d->background) hpmlc_dist_waited(d, start);
     if (status != HPML_OK) return status;
-    hpmlc_buffers_copy(d, d->stats.buffers, false);
-    return hpmlc_dist_post(d, d->stats.buffers);
+    return hpmlc_dist_post(d, NULL);
 }
 
 HPMLC_FN hpml_status hpmlc_factors_update(hpml_distributed *d)
@@ -12125,7 +12146,7 @@ HPMLC_FN hpml_status hpmlc_local_update(hpml_distributed *d) { return hpmlc_weig
 
 HPMLC_FN hpml_status hpmlc_local_finish(hpml_distributed *d)
 {
-    return ((const hpmlc_weights *)d->own)->since > 0 ? hpmlc_local_meet(d) : HPML_OK;
+    return ((const hpmlc_weights *)d->own)->since > 0 || d->micro > 0 ? hpmlc_local_meet(d) : HPML_OK;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -12174,6 +12195,7 @@ HPMLC_FN hpml_status hpmlc_block_finish(hpml_distributed *d)
 {
     hpmlc_weights *own    = (hpmlc_weights *)d->own;
     hpml_status    status = own->since > 0 ? hpmlc_block_meet(d) : HPML_OK;
+    if (status == HPML_OK && d->micro > 0) status = hpmlc_weights_mean(d);
     if (status == HPML_OK && own->is_ahead) hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->centre, true);
     own->is_ahead = false;
     return status;
@@ -12211,7 +12233,7 @@ HPMLC_FN hpml_status hpmlc_elastic_update(hpml_distributed *d) { return hpmlc_we
 HPMLC_FN hpml_status hpmlc_elastic_finish(hpml_distributed *d)
 {
     const hpmlc_weights *own    = (const hpmlc_weights *)d->own;
-    hpml_status          status = own->since > 0 ? hpmlc_weights_mean(d) : HPML_OK;
+    hpml_status          status = own->since > 0 || d->micro > 0 ? hpmlc_weights_mean(d) : HPML_OK;
     if (status == HPML_OK && own->is_set) hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->centre, true);
     return status;
 }
@@ -12984,7 +13006,7 @@ HPMLC_FN hpml_status hpmlc_serve_one(hpml_distributed *d)
         own->awaited[i] = NULL;
         if (w->is_lost || w->is_open) continue;
         if (!w->is_posted) hpml_irecv(d->c, i, HPMLC_TAG_REQUEST, &w->request, sizeof w->request, &w->message);
-        w->is_posted    = true;
+        w->is_posted    = w->message.owner != NULL; /* else the receive has failed and is not in c's list */
         own->awaited[i] = &w->message;
     }
     if (d->c->survive) hpml_comm_busy(d->c, 2 * d->c->timeout); /* because workers lose a rank that is silent */
@@ -12993,13 +13015,12 @@ HPMLC_FN hpml_status hpmlc_serve_one(hpml_distributed *d)
     hpmlc_client *w = &own->client[k];
     w->is_posted = false;
     own->is_finished = false;
-    if (w->message.status == HPML_OK && w->request.kind == HPMLC_LEAVE)
-        return hpmlc_survive(d, k, HPML_ERR_PEER);
-    if (w->message.status == HPML_OK && w->request.kind == HPMLC_ROWS)
-        return hpmlc_survive(d, k, hpmlc_rows_answer(d, k));
-    w->is_open   = w->message.status == HPML_OK && w->request.kind != HPMLC_NOTE;
-    if (w->message.status == HPML_OK && w->request.kind == HPMLC_NOTE) w->epochs = w->request.epoch;
-    return hpmlc_survive(d, k, w->message.status);
+    if (w->message.status != HPML_OK) return hpmlc_survive(d, k, w->message.status);
+    if (w->request.kind == HPMLC_LEAVE) return hpmlc_survive(d, k, HPML_ERR_PEER);
+    if (w->request.kind == HPMLC_ROWS) return hpmlc_survive(d, k, hpmlc_rows_answer(d, k));
+    if (w->request.kind == HPMLC_NOTE) w->epochs = w->request.epoch;
+    w->is_open = w->request.kind != HPMLC_NOTE;
+    return HPML_OK;
 }
 
 /* Returns whether worker w has done as many steps (federated: rounds) as this server `own`. */
@@ -13030,7 +13051,6 @@ HPMLC_FN hpml_status hpmlc_serve(hpml_distributed *d, bool (*is_over)(const hpml
         if (status != HPML_OK) return status;
     }
 }
-
 
 /* Worker: sends HPMLC_LEAVE to the servers, except with .survive, where servers notice by themselves that a worker has
    left. Server: answers requests until all workers have ended. */
@@ -13587,13 +13607,9 @@ HPMLC_FN hpml_status hpmlc_hogwild_update(hpml_distributed *d)
 HPMLC_FN hpml_status hpmlc_hogwild_finish(hpml_distributed *d)
 {
     hpml_status status = hpml_barrier(d->c);
-    HPMLC_ZERO(hpml_allreduce_desc, mean);
-    mean.reduce = HPML_MEAN;
     if (status != HPML_OK) return status;
     hpmlc_hogwild_all(d, false, hpmlc_hogwild_pull);
-    hpmlc_buffers_copy(d, d->stats.buffers, false);
-    if (d->layout.buffer_total > 0) status = hpml_allreduce(d->c, d->stats.buffers, d->layout.buffer_total, &mean);
-    if (status == HPML_OK) hpmlc_buffers_copy(d, d->stats.buffers, true);
+    status = hpmlc_buffers_sum(d, 1.0 / d->c->size);
     return status == HPML_OK ? hpml_barrier(d->c) : status;
 }
 
@@ -13623,17 +13639,17 @@ static const hpmlc_strategy hpmlc_strategies[] = {
     { HPML_STRATEGY_SYNC, "exact", "exact sums cut the batch into leaves once", NULL, hpmlc_exact_is_chosen,
       hpmlc_exact_open, hpmlc_exact_begin, NULL, hpmlc_exact_update, NULL, hpmlc_exact_state, NULL },
     { HPML_STRATEGY_SYNC, "delayed", NULL, "delayed.step", hpmlc_delayed_is_chosen, hpmlc_delayed_open,
-      hpmlc_delayed_begin, hpmlc_delayed_gradient, hpmlc_delayed_update, NULL, hpmlc_delayed_state, NULL },
+      hpmlc_delayed_begin, hpmlc_delayed_gradient, hpmlc_delayed_update, hpmlc_sync_finish, hpmlc_delayed_state, NULL },
     { HPML_STRATEGY_SYNC, "shard", NULL, NULL, hpmlc_shard_is_chosen, hpmlc_shard_open, hpmlc_shard_begin,
-      hpmlc_shard_gradient, hpmlc_shard_update, NULL, hpmlc_buckets_state, hpmlc_shard_close },
+      hpmlc_shard_gradient, hpmlc_shard_update, hpmlc_sync_finish, hpmlc_buckets_state, hpmlc_shard_close },
     { HPML_STRATEGY_SYNC, "factors", NULL, NULL, hpmlc_factors_is_chosen, hpmlc_factors_open, hpmlc_factors_begin,
       hpmlc_factors_gradient, hpmlc_factors_update, NULL, hpmlc_buckets_state, hpmlc_factors_close },
     { HPML_STRATEGY_SYNC, "nodes", NULL, NULL, hpmlc_nodes_is_chosen, hpmlc_nodes_open, hpmlc_link_begin,
-      hpmlc_sync_gradient, hpmlc_nodes_update, NULL, hpmlc_nodes_state, NULL },
+      hpmlc_sync_gradient, hpmlc_nodes_update, hpmlc_sync_finish, hpmlc_nodes_state, NULL },
     { HPML_STRATEGY_SYNC, "link", NULL, NULL, hpmlc_link_is_chosen, hpmlc_link_open, hpmlc_link_begin,
-      hpmlc_sync_gradient, hpmlc_link_update, NULL, hpmlc_link_state, NULL },
+      hpmlc_sync_gradient, hpmlc_link_update, hpmlc_sync_finish, hpmlc_link_state, NULL },
     { HPML_STRATEGY_SYNC, "sync", NULL, NULL, NULL, hpmlc_sync_open, hpmlc_sync_begin, hpmlc_sync_gradient,
-      hpmlc_sync_update, NULL, hpmlc_buckets_state, NULL },
+      hpmlc_sync_update, hpmlc_sync_finish, hpmlc_buckets_state, NULL },
     { HPML_STRATEGY_LOCAL, "local", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open, hpmlc_weights_begin, NULL,
       hpmlc_local_update, hpmlc_local_finish, hpmlc_weights_state, NULL },
     { HPML_STRATEGY_BLOCK, "block", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open_centre, hpmlc_weights_begin, NULL,
@@ -13857,7 +13873,8 @@ HPMLC_FN void hpmlc_dist_close(hpml_distributed *d)
 {
     void *older;
     if (d->strategy->close) d->strategy->close(d);
-    if (d->pipeline) hpmlc_pipeline_close(d);
+    if (d->pipeline) hpml_trainer_detach(d->t, d->pipeline);
+    hpml_ctx_release(d->ctx, d->pipeline);
     for (int i = 0; i < d->buckets.count; i++) {
         hpml_exchange_free(d->buckets.item[i].x);
         hpml_exchange_free(d->buckets.item[i].warm);
@@ -15395,6 +15412,8 @@ typedef struct hpmlc_edge { /* a tensor that piece `from` computes and piece `to
     int32_t      from, to;
     bool         has_grad; /* piece `to` computes a gradient of the tensor */
     bool         first;    /* true: its gradient comes first: those of the tensor's other edges are added to it */
+    int          turns, turn; /* INTERLEAVED, if pieces are between: the number of copies, the next copy; else 0 */
+    char        *copy;     /* (turns, bytes) gradients in flight, because a slot of `to` is used again before `from` */
 } hpmlc_edge;
 
 typedef struct hpmlc_tied { int32_t param, stage; } hpmlc_tied; /* a parameter of several stages; one of these stages */
@@ -15424,12 +15443,11 @@ struct hpmlc_pipeline {
     int32_t           pieces;
     int32_t          *cut;     /* (pieces + 1) the op at which each piece begins */
     int64_t           rows;    /* samples of a micro-batch, but for the last one */
-    int32_t           slots;   /* sets of activations that this rank has */
+    int32_t           slots;   /* sets of activations that this rank has, and then the most copies that an edge has */
     hpmlc_edge       *edge;
     int32_t           edges;
     float            *scratch; /* memory for a received gradient until it is added to another one */
-    hpml_message     *sent;    /* (slots, edges, 2) sends of values and gradients that may be in flight */
-    bool             *flying;  /* (slots, edges, 2) whether the send in .sent is in flight */
+    hpml_message     *sent;    /* (slots, edges, 2) sends of values and gradients; .owner NULL: not begun */
     int64_t          *samples; /* (slots) */
     hpmlc_tied       *tied;    /* parameters that several stages read, sorted by number, then stage */
     int32_t           ties;
@@ -15452,6 +15470,7 @@ typedef struct hpmlc_pass { /* a call of the trainer's hook `pass`: samples [fir
     float    grad_scale;
     bool     accumulate, train;
     bool     last;    /* true: the trainer updates after these samples */
+    bool     flows;   /* true: a step of STASH or VERTICAL, which leaves other micro-batches in flight */
     int32_t  micro;   /* into how many micro-batches of the pipeline .samples are divided */
     double   loss;    /* mean loss of the samples, on the stage that computes the loss */
 } hpmlc_pass;
@@ -15611,22 +15630,20 @@ HPMLC_FN bool hpmlc_pipeline_parts(hpmlc_pipeline *pl)
 // ---------------------------------------------------------------------------------------------------------------------
 HPMLC_FN int hpmlc_piece_rank(const hpmlc_pipeline *pl, int piece) { return piece % pl->desc.stages; }
 
-/* Returns whether the pass is a step of STASH or VERTICAL, which leaves other micro-batches in flight. */
-HPMLC_FN bool hpmlc_pass_flows(const hpmlc_pipeline *pl, const hpmlc_pass *pass)
-{
-    return pass->train && hpmlc_pipe_stashes(pl->desc.kind);
-}
-
-/* Sends the tensor of edge i (a tensor that one piece computes and another one reads), from the memory of a slot: its
-   values or, if `back`, its gradient. Returns while the message is in flight. */
+/* Sends the tensor of edge i (a tensor that one piece computes and another one reads), from the memory of a slot or
+   from a copy: its values or, if `back`, its gradient. Returns while the message is in flight. */
 HPMLC_FN hpml_status hpmlc_edge_send(hpmlc_pipeline *pl, int slot, int i, bool back)
 {
-    const hpmlc_edge *e  = &pl->edge[i];
-    size_t            at = ((size_t)slot * (size_t)pl->edges + (size_t)i) * 2 + back, bytes;
-    const void       *data = back ? e->tensor->raw_grad : e->tensor->raw;
-    bytes = hpmlc_edge_bytes(e, pl->samples[slot]);
+    hpmlc_edge  *e      = &pl->edge[i];
+    const bool   copies = back && e->copy;
+    const int    from   = copies ? pl->slots - 1 - e->turn : slot;
+    const size_t bytes  = hpmlc_edge_bytes(e, pl->samples[slot]), most = hpmlc_edge_bytes(e, pl->rows);
+    const size_t at     = ((size_t)from * (size_t)pl->edges + (size_t)i) * 2 + back;
+    const void  *data   = back ? e->tensor->raw_grad : e->tensor->raw;
     if (bytes == 0) return HPML_OK;
-    pl->flying[at] = true;
+    if (copies && pl->sent[at].owner && hpml_wait(pl->c, &pl->sent[at]) != HPML_OK) return hpmlc_failure(pl->c);
+    if (copies) data = memcpy(e->copy + (size_t)e->turn * most, data, bytes);
+    if (copies) e->turn = (e->turn + 1) % e->turns;
     return hpml_isend(pl->c, hpmlc_piece_rank(pl, back ? e->from : e->to), 2 * i + back, data, bytes, &pl->sent[at]);
 }
 
@@ -15635,12 +15652,8 @@ HPMLC_FN hpml_status hpmlc_slot_wait(hpmlc_pipeline *pl, int slot)
 {
     size_t      at = (size_t)slot * (size_t)pl->edges * 2, end = at + (size_t)pl->edges * 2;
     hpml_status status = HPML_OK;
-    for (; at < end; at++) {
-        if (!pl->flying[at]) continue;
-        hpml_status own = hpml_wait(pl->c, &pl->sent[at]);
-        pl->flying[at]  = false;
-        if (status == HPML_OK) status = own;
-    }
+    for (; at < end && status == HPML_OK; at++)
+        if (pl->sent[at].owner) status = hpml_wait(pl->c, &pl->sent[at]);
     return status;
 }
 
@@ -15729,7 +15742,7 @@ HPMLC_FN void hpmlc_norms_step(hpmlc_pipeline *pl, bool begin)
 
 HPMLC_FN hpml_status hpmlc_task_forward(hpmlc_pipeline *pl, hpmlc_pass *pass, const hpml_pipe_task *task)
 {
-    int64_t     at = hpmlc_pass_flows(pl, pass) ? 0 : hpmlc_min(task->micro * pl->rows, pass->samples);
+    int64_t     at = pass->flows ? 0 : hpmlc_min(task->micro * pl->rows, pass->samples);
     int64_t     samples = hpmlc_min(pl->rows, pass->samples - at);
     bool        defers  = pass->train && pass->micro > 1;
     float       loss    = 0;
@@ -15754,7 +15767,7 @@ HPMLC_FN hpml_status hpmlc_task_forward(hpmlc_pipeline *pl, hpmlc_pass *pass, co
    may run, because it only reads the gradients of inputs. */
 HPMLC_FN hpml_status hpmlc_task_backward(hpmlc_pipeline *pl, const hpmlc_pass *pass, const hpml_pipe_task *task)
 {
-    const bool  flows = hpmlc_pass_flows(pl, pass), weights = task->work == HPML_PIPE_BACKWARD_WEIGHTS;
+    const bool  flows = pass->flows, weights = task->work == HPML_PIPE_BACKWARD_WEIGHTS;
     hpml_half   half  = weights ? HPML_HALF_WEIGHTS : HPML_HALF_BOTH;
     int64_t     samples = pl->samples[task->slot];
     bool        adds = pass->accumulate || (!flows && task->micro > 0 && pl->d->plan.shard < 2);
@@ -15843,18 +15856,12 @@ HPMLC_FN hpml_status hpmlc_stash_mean(hpmlc_pipeline *pl)
 {
     hpml_distributed   *d = pl->d;
     const hpmlc_layout *l = &d->layout;
-    const int64_t       n = l->buffer_total;
     hpml_status         status;
     if (d->c->size == 1) return HPML_OK;
     for (int64_t k = 0; k < l->span && !d->plan.sum; k++) l->first[k] *= (float)pl->share;
     if (d->plan.shard > 0) status = hpmlc_shard_blocks(d, false);
     else status = hpmlc_reduce_all(d->c, l->first, l->span, HPML_ELEMENT_F32, HPML_SUM, d->plan.algorithm);
-    if (n == 0 || status != HPML_OK) return status;
-    hpmlc_buffers_copy(d, d->stats.buffers, false);
-    for (int64_t k = 0; k < n; k++) d->stats.buffers[k] *= (float)pl->share;
-    status = hpmlc_reduce_all(d->c, d->stats.buffers, n, HPML_ELEMENT_F32, HPML_SUM, HPML_AUTO);
-    hpmlc_buffers_copy(d, d->stats.buffers, true);
-    return status;
+    return status == HPML_OK ? hpmlc_buffers_sum(d, pl->share) : status;
 }
 
 /* Copies the newest weights to the stash, then updates the newest weights with the gradient of micro-batch `micro`. The
@@ -15964,10 +15971,11 @@ HPMLC_FN hpml_status hpmlc_pipeline_pass(void *user, hpml_trainer *t, const hpml
     const int64_t   full  = pl->d->plan.shard > 1 ? pl->d->plan.micro : 1; /* least micro-batches, equal on all ranks */
     const int64_t   micro = hpmlc_max(full, (samples + pl->rows - 1) / pl->rows);
     hpmlc_pass      pass = { first, samples, grad_scale, accumulate, at->pass != HPML_PASS_EVALUATE,
-                             at->batch + 1 >= at->batches, (int32_t)micro, 0 };
+                             at->batch + 1 >= at->batches, false, (int32_t)micro, 0 };
     hpml_status     status;
     HPMLC_ZERO(hpmlc_outcome, out);
-    if (pass.train && hpmlc_pipe_stashes(pl->desc.kind)) {
+    pass.flows = pass.train && hpmlc_pipe_stashes(pl->desc.kind);
+    if (pass.flows) {
         if (pl->walk.forwards == 0) hpmlc_stash_begin(pl);
         status = hpmlc_stash_tasks(pl, &pass, false);
         out    = pl->last;
@@ -16000,7 +16008,7 @@ HPMLC_FN hpml_status hpmlc_stash_step(void *user, hpml_trainer *t HPMLC_UNUSED, 
    Collective over the stages. */
 HPMLC_FN hpml_status hpmlc_pipeline_drain(hpmlc_pipeline *pl)
 {
-    hpmlc_pass  pass   = { 0, 0, 1, false, true, false, 1, 0 };
+    hpmlc_pass  pass   = { 0, 0, 1, false, true, false, true, 1, 0 };
     hpml_status status = HPML_OK;
     if (!hpmlc_pipe_stashes(pl->desc.kind) || pl->walk.forwards == 0) return HPML_OK;
     pl->walk.total = pl->walk.micro = pl->walk.forwards;
@@ -16044,22 +16052,25 @@ HPMLC_FN hpml_status hpmlc_pipeline_join(hpmlc_pipeline *pl)
    known. False: out of memory. */
 HPMLC_FN bool hpmlc_pipeline_arrays(hpmlc_pipeline *pl)
 {
-    hpml_distributed *d     = pl->d;
-    const size_t      sends = (size_t)pl->slots * (size_t)pl->edges * 2;
-    size_t            most  = sizeof(float);
+    hpml_distributed *d    = pl->d;
+    int64_t           most = sizeof(float), turns = 0;
     for (int i = 0; i < pl->edges; i++) {
-        size_t bytes = hpmlc_edge_bytes(&pl->edge[i], pl->rows);
-        if (bytes > most) most = bytes;
+        hpmlc_edge   *e     = &pl->edge[i];
+        const int64_t bytes = (int64_t)hpmlc_edge_bytes(e, pl->rows);
+        most = hpmlc_max(most, bytes);
+        if (pl->desc.kind != HPML_PIPE_INTERLEAVED || !e->has_grad || e->to == e->from + 1) continue;
+        e->turns = hpml_pipe_slots(&pl->desc, hpmlc_piece_rank(pl, e->from), e->from / pl->desc.stages);
+        e->copy  = (char *)hpmlc_dist_alloc(d, (size_t)(bytes * e->turns));
+        if (!e->copy) return false;
+        turns = hpmlc_max(turns, e->turns);
     }
-    for (int i = 0; i < pl->ties; i++) {
-        size_t bytes = (size_t)hpml_tensor_count(hpml_param_at(pl->ctx, pl->tied[i].param)) * sizeof(float);
-        if (bytes > most) most = bytes;
-    }
-    pl->scratch = (float *)hpmlc_dist_alloc(d, most);
-    pl->sent    = (hpml_message *)hpmlc_dist_alloc(d, sizeof *pl->sent * (sends + 1));
-    pl->flying  = (bool *)hpmlc_dist_alloc(d, sizeof *pl->flying * (sends + 1));
+    for (int i = 0; i < pl->ties; i++)
+        most = hpmlc_max(most, hpml_tensor_count(hpml_param_at(pl->ctx, pl->tied[i].param)) * (int64_t)sizeof(float));
+    pl->slots += (int32_t)turns;
+    pl->scratch = (float *)hpmlc_dist_alloc(d, (size_t)most);
+    pl->sent    = (hpml_message *)hpmlc_dist_alloc(d, sizeof *pl->sent * (size_t)(pl->slots * (2ll * pl->edges + 1)));
     pl->samples = (int64_t *)hpmlc_dist_alloc(d, sizeof *pl->samples * (size_t)pl->slots);
-    return pl->scratch && pl->sent && pl->flying && pl->samples;
+    return pl->scratch && pl->sent && pl->samples;
 }
 
 /* Lists in pl->norm the batchnorms of this rank's pieces that update running statistics. False: out of memory. */
@@ -16082,11 +16093,21 @@ HPMLC_FN bool hpmlc_norms_open(hpmlc_pipeline *pl)
     return pl->norm != NULL;
 }
 
+/* Ends the sends that are in flight, because their memory is freed next: those that no stage will receive, after an
+   error or, as STASH and VERTICAL leave them, when all stages have come to the end of the training. */
+HPMLC_FN void hpmlc_pipeline_destroy(void *object)
+{
+    hpmlc_pipeline *pl = (hpmlc_pipeline *)object;
+    if (pl->walk.forwards > 0 && hpml_ctx_status(pl->ctx) == HPML_OK) hpml_barrier(pl->c);
+    for (size_t at = 0; pl->sent && at < (size_t)pl->slots * (size_t)pl->edges * 2; at++)
+        if (pl->sent[at].owner && !hpmlc_done(&pl->sent[at])) pl->c->t->abandon(pl->c, &pl->sent[at]);
+}
+
 /* Cuts the trainer's graph into the stages of a pipeline, before the memory of the graph is allocated. False: an error
    on the context. */
 HPMLC_FN bool hpmlc_pipeline_open(hpml_distributed *d)
 {
-    hpmlc_pipeline *pl = (hpmlc_pipeline *)hpmlc_dist_alloc(d, sizeof *pl);
+    hpmlc_pipeline *pl = (hpmlc_pipeline *)hpml_ctx_alloc(d->ctx, sizeof *pl, hpmlc_pipeline_destroy);
     if (!pl) return false;
     const int64_t batch = hpml_trainer_settings(d->t)->input->shape[0];
     d->pipeline     = pl;
@@ -16142,14 +16163,6 @@ HPMLC_FN bool hpmlc_pipeline_attach(hpmlc_pipeline *pl)
         if (!pl->own || !pl->stash) return false;
     }
     return hpml_trainer_attach(pl->t, &hooks) == HPML_OK;
-}
-
-/* Waits for the sends that are in flight, and detaches the pipeline's hooks from the trainer. */
-HPMLC_FN void hpmlc_pipeline_close(hpml_distributed *d)
-{
-    hpmlc_pipeline *pl = d->pipeline;
-    for (int s = 0; pl->flying && s < pl->slots; s++) hpmlc_slot_wait(pl, s);
-    hpml_trainer_detach(pl->t, pl);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -20042,7 +20055,7 @@ HPML_API void hpml_machine_network(const hpml_machine *m, int32_t ranks, hpml_ne
     hpml_fabric  f;
     hpml_link   *far = &out->between;
     *out = m->network;
-    const int nodes = hpmlc_network_nodes(&m->network, ranks);
+    const int nodes = hpmlc_network_nodes(&m->network, (int)hpmlc_max(ranks, 1));
     if (nodes <= 1 || !hpml_fabric_measure(m->fabric, nodes, &f)) return;
     far->latency += (f.hops + 1) * m->router; /* on the way are f.hops links, one router more */
     far->bandwidth *= (m->cards > 0 ? m->cards : 1) * f.share;
@@ -20100,7 +20113,7 @@ HPMLC_FN void hpmlc_roofline_row(const hpml_layer_facts *l, int count, const hpm
                                  hpmlc_roofline *all, const hpmlc_text *to, size_t *length)
 {
     const double flops = l->flops * samples;
-    const double bytes = l->bytes * samples + 4.0 * (double)(hpmlc_max(l->rows, 1) * l->cols);
+    const double bytes = l->bytes * samples + 4.0 * (double)hpmlc_max(l->rows, 1) * (double)l->cols;
     const double by[2] = { m->flops > 0 ? flops / m->flops : 0, m->bandwidth > 0 ? bytes / m->bandwidth : 0 };
     const bool   memory = by[1] > by[0];
     const double sum = l->edge > 0 ? l->flops / 2 / (double)l->edge : 1; /* products in the sum of each result */
@@ -20599,16 +20612,17 @@ HPMLC_FN hpml_status hpmlc_forecast_check(const hpml_plan *plan, const hpml_mode
     if (f->layers < 1 || f->layers > 65536 || !f->layer || f->facts.ranks > HPMLC_MAX_RANKS)
         return hpmlc_refuse(to, wrong, "forecast: %d layers (%s) on %d ranks: expected 1 to 65536 of both", f->layers,
                             f->layer ? "given" : "NULL", f->facts.ranks);
-    if (!HPMLC_GOOD(f->update_s) || f->states < 0 || !(m->flops >= 0) || !(m->bandwidth >= 0) || !(m->host >= 0) ||
-        m->cards < 0 || !HPMLC_GOOD(m->router) || !hpml_fabric_name(m->fabric))
-        return hpmlc_refuse(to, wrong, "forecast: machine \"%s\" or the facts have a negative number, a NaN or no "
-                            "fabric", m->name ? m->name : "");
+    if (!HPMLC_GOOD(f->update_s) || (unsigned)f->states > 1000 || !HPMLC_GOOD((double)f->facts.batch) ||
+        !(m->flops >= 0) || !(m->bandwidth >= 0) || !(m->host >= 0) || m->cards < 0 || !HPMLC_GOOD(m->router) ||
+        !hpml_fabric_name(m->fabric))
+        return hpmlc_refuse(to, wrong, "forecast: machine \"%s\" or the facts have a negative number, a NaN, one too "
+                            "large or no fabric", m->name ? m->name : "");
     for (int i = 0; i < f->layers; i++) {
         const hpml_layer_facts *l = &f->layer[i];
         const double all[] = { l->forward_s, l->backward_s, l->flops / 1e12, l->bytes / 1e12, (double)l->rows / 1e6,
-                               (double)l->cols / 1e6, (double)l->edge / 1e6, (double)l->kept / 1e6,
-                               (double)l->forward_sum / 1e6, (double)l->backward_sum / 1e6, (double)l->pass / 1e6,
-                               (double)l->swap / 1e6 };
+                               (double)hpmlc_max(l->rows, 1) * (double)l->cols, (double)l->edge / 1e6,
+                               (double)l->kept / 1e6, (double)l->forward_sum / 1e6, (double)l->backward_sum / 1e6,
+                               (double)l->pass / 1e6, (double)l->swap / 1e6 };
         for (size_t k = 0; k < sizeof all / sizeof all[0]; k++)
             if (!HPMLC_GOOD(all[k]))
                 return hpmlc_refuse(to, wrong, "forecast: layer %d \"%s\" has a negative number, a NaN or one too "

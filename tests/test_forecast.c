@@ -997,6 +997,8 @@ TEST(machines)
     m.direct = false; /* two copies by the host's bus for each message */
     hpml_machine_network(&m, 16, &n);
     ENSURE_NEAR(1 / n.between.bandwidth, 1 / 50e9 + 2 / 16e9, 1e-18);
+    hpml_machine_network(&m, 0, &n);
+    ENSURE(n.between.bandwidth == m.network.between.bandwidth); /* a node alone: no cards, no fabric */
     /* small batches read more bytes of parameters than they make operations of; processing in memory never waits */
     f.layers = 2;
     ENSURE(hpml_roofline_text(&f, hpml_machine_find("v100-nvlink"), 1, text, sizeof text) == (int)strlen(text));
@@ -1322,6 +1324,9 @@ TEST(errors)
     REFUSED(f.layers = 0, f.layers = 2, "0 layers");
     REFUSED(m.flops = 0, m.flops = 1e9, "layer 0 \"a\" has operations");
     REFUSED(layer[1].cols = -1, layer[1].cols = 4, "layer 1 \"b\" has a negative number");
+    REFUSED(layer[1].cols = INT64_MAX / 16, layer[1].cols = 4, "layer 1 \"b\" has a negative number");
+    REFUSED(f.states = INT32_MAX, f.states = 0, "one too large");
+    REFUSED(f.facts.batch = INT64_MAX / 2, f.facts.batch = 8, "one too large");
     REFUSED(m.flops = -1, m.flops = 1e9, "\"toy\"");
     REFUSED(p.tensor = 3, p.tensor = 0, "tensor 3");
     REFUSED((p.exact = true, p.codec.kind = HPML_CODEC_ONEBIT), (p.exact = false, p.codec.kind = HPML_CODEC_NONE),
@@ -1330,6 +1335,7 @@ TEST(errors)
     REFUSED(p.pipe = 4, p.pipe = 0, "2 layers cannot be cut into the 4 pieces");
     REFUSED(m.memory = 10, m.memory = 0, "a rank needs");
     REFUSED(m.network.inside.latency = NAN, m.network.inside.latency = 0, "NaN");
+    REFUSED(m.network.between.bandwidth = 1e-300, m.network.between.bandwidth = 0, "near 0");
     hpml_found found[1];
     m.memory = 10;
     ENSURE(hpml_search(NULL, &f, &m, found, 1, NULL, why, sizeof why) == -1 && strstr(why, "no plan is possible"));
