@@ -495,13 +495,15 @@ struct hpml_tensor {
     hpml_ctx   *ctx;
     const char *name;                  /* unique among parameters; never NULL */
     float      *data;                  /* values, an array of `shape`; NULL unless dtype is F32 */
-    float      *grad;                  /* d loss / d data, of `shape`; NULL if not needed or dtype is not F32 */
+    float      *grad;                  /* d loss / d data, of `shape`; NULL if not needed or dtype is not F32; of a
+                                          sparse table rows alone, see hpml_param_rows */
     void       *raw;                   /* values of type dtype, an array of `shape` */
     void       *raw_grad;              /* d loss / d data of type dtype; NULL if not needed */
     hpml_dtype  dtype;
     int         ndim;                  /* 0 (a scalar) to HPML_MAX_DIMS */
     int64_t     shape[HPML_MAX_DIMS];  /* unused dimensions are 1 */
-    int64_t     stride[HPML_MAX_DIMS]; /* elements from index to index of each dimension; contiguous but for views */
+    int64_t     stride[HPML_MAX_DIMS]; /* elements from index to index of each dimension; contiguous but for views, and
+                                          where a backend chooses another order for a result (hpml_backend.plan) */
     int64_t     batch_rows; /* rows of dimension 0 for each sample: shape[0] == batch_rows * batch; 0: no batch */
     hpml_param *param;      /* not NULL: the tensor is a parameter with these properties */
     hpml_node  *node;       /* the op that computes the tensor; NULL: an input, a parameter or a constant */
@@ -713,7 +715,8 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
    layout of its sources; reshape and permute give NCHW. Both layouts give equal results up to rounding and need equal
    parameters (shapes, order); hpml_flatten gives (B, C H W) for both, so files of parameters fit both. Loaders, crops
    and augmentation produce (C, H, W), so record hpml_to_layout(input, HPML_NHWC). batchnorm, and on a GPU conv2d and
-   pooling, convert NHWC to NCHW and back. Other ops ignore the layout; images of two layouts in an op are an error. */
+   pooling, convert NHWC to NCHW and back; leave the layout on a GPU, which chooses the order in memory itself. Other
+   ops ignore the layout; images of two layouts in an op are an error. */
 HPML_API hpml_tensor *hpml_to_layout(hpml_tensor *x, hpml_layout layout);
 /* Declares, without moving numbers, the layout of x: an input or a reshape that no op has read yet. */
 HPML_API hpml_status  hpml_tensor_set_layout(hpml_tensor *x, hpml_layout layout);
@@ -730,7 +733,8 @@ typedef enum hpml_conv_algorithm {
    (B, out, H', W') with H' = floor((H + 2 padding - dilation (kernel - 1) - 1) / stride) + 1. groups = C is depthwise;
    groups of at most 4 input and 4 output channels have kernels of their own on the CPU, which need little workspace.
    y->node->attr.conv.algorithm is the algorithm chosen and y->node->scratch_bytes the bytes of its workspace, with the
-   f32 copies that are needed where results are stored in halves. */
+   f32 copies that are needed where results are stored in halves. A graph that predicts may need more for DIRECT with
+   small images (hpml_memory.scratch), because it copies them in the order in which its kernels read them. */
 typedef struct hpml_conv2d_desc {
     uint32_t    _begin;
     int32_t     kernel_h, kernel_w;     /* size of the kernel; kernel_h required; kernel_w 0: as kernel_h */
@@ -744,7 +748,7 @@ typedef struct hpml_conv2d_desc {
     hpml_init   init;
     float       init_scale;
     hpml_conv_algorithm algorithm;      /* CPU only, as is workspace; on other backends both must be 0 */
-    size_t      workspace;              /* most bytes of working memory; 0: no limit */
+    size_t      workspace;              /* most bytes of working memory, but see above; 0: no limit */
     hpml_split  split;                  /* of the output or input channels over the TENSOR axis; needs groups 1 */
     int32_t     extra_h, extra_w;       /* hpml_conv_transpose2d: rows, columns added to y; extra_w 0: as extra_h */
     uint32_t    _end;
@@ -1262,7 +1266,10 @@ struct hpml_backend {
     hpml_status (*sumsq)(void *device, hpml_ctx *ctx, hpml_dtype dtype, const void *x, int64_t n, double *out);
     hpml_dtype (*activation_dtype)(void *device); /* optional (NULL: F32): the type in which results of ops are stored:
                                                      F32, BF16 or F16. Scalars are always F32 */
-    void (*plan)(void *device, hpml_node *node); /* optional: sets saved_bytes, scratch_bytes, fused_with of a node */
+    /* optional: sets saved_bytes, scratch_bytes and fused_with of a node; may set the strides of its result, without
+       gaps, for another order of the dimensions in memory, of values and gradient alike: hpml_tensor_get and _set then
+       convert between this order and that of the shape, and a reshape of the result has memory of its own */
+    void (*plan)(void *device, hpml_node *node);
     /* optional: begin is called before the first op of a pass. It sets *done if the device has replayed the whole pass;
        otherwise the ops run, and then end is called with their status. end sets *again if recording has failed and no
        op has run: begin, the ops and end are then called once more. Neither begin nor end is called while ops must run
@@ -1281,6 +1288,12 @@ struct hpml_backend {
     /* optional: times an op without waiting: called with name NULL before the op and with its name after it. When the
        host next waits for the device, the span is added to the trace (lane GPU) and to *seconds, if not NULL. */
     void (*time_op)(void *device, const char *name, double *seconds);
+    /* optional: for a device that measures how it computes fastest. choices writes what it has chosen, whole numbers
+       below 2^53, to `numbers`, as far as `capacity` suffices, and returns how many there are; 0: it measures nothing.
+       choose takes such numbers, from a checkpoint or, if `settled`, from the first of the ranks that train together,
+       and ignores those of another device; settled: from now on it measures no more, so that ranks stay alike. */
+    int64_t (*choices)(void *device, int64_t *numbers, int64_t capacity);
+    void (*choose)(void *device, const int64_t *numbers, int64_t count, bool settled);
     bool layouts; /* true: conv2d and pooling support NHWC, and conv2d supports attr.conv.algorithm */
     bool host;    /* true: arrays lie in host memory, which programs read and write; `update` runs own optimizers */
 };
@@ -1611,7 +1624,8 @@ typedef struct hpml_moment {
            place; on return also the parts of all other ranks, which call it alike
    agree   adds up n numbers over all ranks between two steps, when all ranks call it alike: for the validation and the
            decisions of fit. With n 0 returns, without a message, HPML_OK if all ranks make the same steps, so that they
-           can call it within an epoch; else another status: then fit calls it at the end of an epoch alone
+           can call it within an epoch; else another status: then fit calls it at the end of an epoch alone. With n 0
+           and `values` not NULL returns HPML_OK only if, besides, no rank may be lost
    file    replaces hpml_checkpoint_save or, if `load`, hpml_checkpoint_load in fit; all ranks call it alike
    next    returns which batch a fit that takes this rank's part of the data computes next, counted over all epochs of
            `batches` batches; below 0: the fit's epoch ends, or an error is on the context. is_last: the epoch is the
@@ -1689,9 +1703,10 @@ HPML_API hpml_status hpml_trainer_apply_range(hpml_trainer *t, int64_t first, in
    has no such state or, with an error that names a parameter, if the values are not one array: parameters lie in the
    order of recording, the trained ones first, but only parameters that got memory at the same time, and a parameter
    that was frozen afterwards, or on which the loss does not depend, leaves a gap. GRADIENTS: after this call `grad` of
-   each parameter points to its place in the array. With .host_optimizer states are in host memory. Where ranks keep
-   only parts of an array (hpml_trainer_keep), the returned array has the parts that this rank keeps, one behind the
-   other, each padded. */
+   each parameter points to its place in the array; the place of a sparse table has only the rows of hpml_param_rows,
+   which each rank adds up with others by hpml_param_add_rows. With .host_optimizer states are in host memory. Where
+   ranks keep only parts of an array (hpml_trainer_keep), the returned array has the parts that this rank keeps, one
+   behind the other, each padded. */
 #define HPML_GRADIENT_ALIGN 16
 typedef enum hpml_array { HPML_ARRAY_VALUES = 0, HPML_ARRAY_GRADIENTS, HPML_ARRAY_STATE, /* STATE + i: state i */
                           HPML_ARRAY_END = HPML_ARRAY_STATE + HPML_MAX_STATES } hpml_array;
@@ -1973,9 +1988,10 @@ HPML_API const char  *hpml_model_meta(const hpml_model *m, const char *key); /* 
 HPML_API hpml_graph  *hpml_model_graph(hpml_model *m); /* the graph that predicts, with its memory; NULL: an error */
 
 /* Saves all that a training needs to continue with the same bits: parameters, optimizer state, states added by
-   hpml_trainer_add_state, step, epoch and position in the data, seed. A checkpoint is a safetensors file: parameters by
-   their names, "opt.<state>.<param>" for each hpml_optimizer_state, "state.<name>", metadata "hpml.step",
-   "hpml.optimizer" (the optimizer's name) ..., and checksums as in hpml_params_save. */
+   hpml_trainer_add_state, step, epoch and position in the data, seed, what the device has chosen by measurements
+   (hpml_backend.choices). A checkpoint is a safetensors file: parameters by their names, "opt.<state>.<param>" for each
+   hpml_optimizer_state, "state.<name>", metadata "hpml.step", "hpml.optimizer" (the optimizer's name) ..., and
+   checksums as in hpml_params_save. */
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path);
 HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /* on an error changes nothing */
 
@@ -3583,6 +3599,7 @@ struct hpmli_tensor_state {
     int64_t samples;  /* of an input: the samples for which a graph with parts has memory; 0: the whole batch */
     int  leaf;        /* index among the leaves of the graph that was planned last */
     struct hpmli_rows *rows; /* rows of a sparse table's gradient; NULL: the gradient is dense */
+    bool          is_dense;  /* a planned graph with a loss computes the gradient of the whole table */
     hpml_tensor *copied; /* result of hpml_group_copy of this tensor; NULL: none yet */
 };
 
@@ -3773,6 +3790,9 @@ HPMLI_FN bool hpmli_contiguous(const hpml_tensor *t)
     return true;
 }
 
+/* True if t has no gaps in memory: a result of an op, in the order that its backend chose, or a contiguous tensor. */
+HPMLI_FN bool hpmli_has_no_gaps(const hpml_tensor *t) { return t->node || hpmli_contiguous(t); }
+
 /* Copies the shape `want` to `shape`, a -1 replaced so that it has `count` elements; false if no size does that. */
 HPMLI_FN bool hpmli_reshape_rule(int64_t count, int ndim, const int64_t *want, int64_t *shape)
 {
@@ -3952,11 +3972,53 @@ HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
 // >>host   whole tensors to and from host memory
 // ---------------------------------------------------------------------------------------------------------------------
 HPMLI_FN bool hpmli_is_half(hpml_dtype dtype) { return dtype == HPML_DTYPE_BF16 || dtype == HPML_DTYPE_F16; }
+
+/* Copies n elements of `size` bytes, the first ones of t, from the order of t's shape to that of its strides or, if
+   `to_shape`, from the latter to the former. */
+HPMLI_FN void hpmli_reorder(const hpml_tensor *t, char *to, const char *from, int64_t n, size_t size, bool to_shape)
+{
+    for (int64_t i = 0; i < n; i++) {
+        int64_t at = 0, rest = i;
+        for (int d = t->ndim - 1; d >= 0; d--) {
+            at += rest % t->shape[d] * t->stride[d];
+            rest /= t->shape[d];
+        }
+        const int64_t to_at = to_shape ? i : at, from_at = to_shape ? at : i;
+        memcpy(to + (size_t)to_at * size, from + (size_t)from_at * size, size);
+    }
+}
+
+/* Reads (hpmli_write_values: writes) the first n values of t, unconverted and in the order of t's shape. */
+HPMLI_FN hpml_status hpmli_read_values(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, void *out)
+{
+    const size_t size = hpml_dtype_size(t->dtype), bytes = (size_t)n * size;
+    char        *copy = (char *)out;
+    if (!hpmli_contiguous(t)) copy = (char *)hpmli_alloc(ctx, bytes);
+    if (!copy) return ctx->status;
+    hpml_status status = ctx->backend->read(ctx->device, copy, t->raw, bytes);
+    if (copy == (char *)out) return status;
+    hpmli_reorder(t, (char *)out, copy, n, size, true);
+    hpmli_free(ctx, copy);
+    return status;
+}
+
+HPMLI_FN hpml_status hpmli_write_values(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, const void *in)
+{
+    const size_t size = hpml_dtype_size(t->dtype), bytes = (size_t)n * size;
+    if (hpmli_contiguous(t)) return ctx->backend->write(ctx->device, t->raw, in, bytes);
+    char *copy = (char *)hpmli_alloc(ctx, bytes);
+    if (!copy) return ctx->status;
+    hpmli_reorder(t, copy, (const char *)in, n, size, false);
+    hpml_status status = ctx->backend->write(ctx->device, t->raw, copy, bytes);
+    hpmli_free(ctx, copy);
+    return status;
+}
+
 HPMLI_FN hpml_status hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, float *out)
 {
     size_t      bytes  = (size_t)n * hpml_dtype_size(t->dtype);
     char       *raw    = (char *)out + ((size_t)n * sizeof(float) - bytes); /* at the end of out: converted in place */
-    hpml_status status = ctx->backend->read(ctx->device, raw, t->raw, bytes);
+    hpml_status status = hpmli_read_values(ctx, t, n, raw);
     if (t->dtype != HPML_DTYPE_F32) hpmli_convert(ctx->k, HPML_DTYPE_F32, out, t->dtype, raw, n);
     return status;
 }
@@ -3967,7 +4029,7 @@ HPMLI_FN hpml_status hpmli_write_floats(hpml_ctx *ctx, const hpml_tensor *t, int
     void  *raw   = hpmli_alloc(ctx, bytes);
     if (!raw) return ctx->status;
     hpmli_convert(ctx->k, t->dtype, raw, HPML_DTYPE_F32, in, n);
-    hpml_status status = ctx->backend->write(ctx->device, t->raw, raw, bytes);
+    hpml_status status = hpmli_write_values(ctx, t, n, raw);
     hpmli_free(ctx, raw);
     return status;
 }
@@ -3976,7 +4038,7 @@ HPMLI_FN hpml_status hpmli_write_floats(hpml_ctx *ctx, const hpml_tensor *t, int
 HPMLI_FN bool hpmli_transferable(const hpml_tensor *t, const char *verb, const void *values, int64_t count)
 {
     if (!t || hpmli_failed(t->ctx)) return false;
-    if (values && t->raw && hpmli_contiguous(t) && count == hpml_tensor_count(t)) return true;
+    if (values && t->raw && hpmli_has_no_gaps(t) && count == hpml_tensor_count(t)) return true;
     return hpmli_false(t->ctx, HPML_ERR_SHAPE, "%s %s: needs memory, a contiguous tensor and %lld values, got %lld%s",
                        verb, hpmli_describe(t), (long long)hpml_tensor_count(t), (long long)count,
                        t->raw ? "" : " (no memory yet: create the trainer or call hpml_graph_alloc first)");
@@ -3996,7 +4058,7 @@ HPML_API hpml_status hpml_tensor_set(hpml_tensor *t, const float *values, int64_
     if (!hpmli_transferable(t, "set", values, count)) return hpmli_tensor_status(t);
     hpml_tensor_changed(t);
     if (t->dtype != HPML_DTYPE_F32) return hpmli_write_floats(t->ctx, t, count, values);
-    return t->ctx->backend->write(t->ctx->device, t->raw, values, hpmli_tensor_bytes(t));
+    return hpmli_write_values(t->ctx, t, count, values);
 }
 HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, float *values, int64_t count)
 {
@@ -4007,12 +4069,12 @@ HPML_API hpml_status hpml_tensor_set_raw(hpml_tensor *t, const void *values, siz
 {
     if (!hpmli_transferable_raw(t, "set_raw", values, bytes)) return hpmli_tensor_status(t);
     hpml_tensor_changed(t);
-    return t->ctx->backend->write(t->ctx->device, t->raw, values, bytes);
+    return hpmli_write_values(t->ctx, t, hpml_tensor_count(t), values);
 }
 HPML_API hpml_status hpml_tensor_get_raw(const hpml_tensor *t, void *values, size_t bytes)
 {
     if (!hpmli_transferable_raw(t, "get_raw", values, bytes)) return hpmli_tensor_status(t);
-    return t->ctx->backend->read(t->ctx->device, values, t->raw, bytes);
+    return hpmli_read_values(t->ctx, t, hpml_tensor_count(t), values);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4026,7 +4088,8 @@ HPML_API hpml_status hpml_tensor_get_raw(const hpml_tensor *t, void *values, siz
 
 /* Traits of an op (hpmli_traits_of): what code outside the op's section has to know. */
 enum {
-    HPMLI_OP_IS_ALIAS    = 1,   /* the result is in the memory of source 0, of any dtype; nothing is computed */
+    HPMLI_OP_IS_ALIAS    = 1,   /* the result is in the memory of source 0, of any dtype, if this is contiguous, and
+                                   nothing is computed: hpmli_is_alias */
     HPMLI_OP_REORDERS    = 2,   /* the result's dimensions differ from the sources', so it has no image layout */
     HPMLI_OP_INDEX_0     = 4,   /* source 0 (INDEX_1: source 1) is indices (tokens, labels): I32, no gradient */
     HPMLI_OP_INDEX_1     = 8,
@@ -4557,7 +4620,7 @@ HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
         if (src[i]->ctx != ctx)
             return hpmli_false(ctx, HPML_ERR_ARGUMENT, "\"%s\" and \"%s\" belong to different contexts", src[0]->name,
                                src[i]->name);
-        if (!hpmli_contiguous(src[i]))
+        if (!hpmli_has_no_gaps(src[i]))
             return hpmli_false(ctx, HPML_ERR_SHAPE, "%s is a view with gaps, which ops do not read: hpml_tensor_copy "
                                "it to another tensor, or record hpml_permute or hpml_slice",
                                hpmli_describe(src[i]));
@@ -4792,10 +4855,7 @@ HPMLI_FN hpml_tensor *hpmli_param_shared(hpml_ctx *ctx, const char *name, int nd
                       "alike", name, hpmli_describe(t), hpmli_split_text(t), hpmli_shape_text(ctx, ndim, shape));
 }
 
-HPML_API void hpml_share(hpml_ctx *ctx, bool on)
-{
-    if (ctx) ctx->shares = on;
-}
+HPML_API void hpml_share(hpml_ctx *ctx, bool on) { if (ctx) ctx->shares = on; }
 
 /* Creates a parameter: this rank's part of one that has the shape `whole` and is split as `part` says. */
 HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init init, float scale, int ndim,
@@ -5021,9 +5081,9 @@ HPML_API void hpml_param_copy(const hpml_tensor *param, float *part, int64_t fir
                               bool to_whole)
 {
     hpmli_cut c = { hpml_tensor_count(param), 0, 1 };
-    if (HPMLI_TRAINS && param->param && param->param->axis != HPML_AXIS_DATA)
+    if (HPMLI_TRAINS && param && param->param && param->param->axis != HPML_AXIS_DATA)
         c = hpmli_cut_of(param, param->param->axis, param->param->split_dim, param->param->sections);
-    hpmli_cut_copy(&c, whole, part, first, count, to_whole);
+    if (param && part && whole) hpmli_cut_copy(&c, whole, part, first, count, to_whole);
 }
 
 HPML_API size_t hpml_params_bytes(const hpml_ctx *ctx)
@@ -5038,16 +5098,15 @@ HPML_API size_t hpml_params_bytes(const hpml_ctx *ctx)
    the contents of the memory as they are. */
 HPMLI_FN hpml_status hpmli_params_place(hpml_ctx *ctx, float *memory, bool keep)
 {
-    int64_t largest = 0, floats = 0; /* of parameters without memory: floats of the largest that cannot be written where
-                                        it will be; floats of all */
+    int64_t largest = 0, floats = 0; /* without memory: floats of the largest that is written elsewhere first; of all */
     int     first = (int)hpmli_min(ctx->param_placed, ctx->param_count), count = ctx->param_count - first;
     for (; count > 0 && (ctx->params[first]->raw || ctx->params[first]->state->kept); count--) first++;
     ctx->param_placed = first;
     for (int i = first; i < ctx->param_count; i++) {
         const hpml_tensor *t = ctx->params[i];
         if (t->raw || t->state->kept) continue;
-        if (!ctx->backend->host || (HPMLI_TRAINS && t->param->shard == 3))
-            largest = hpmli_max(largest, hpmli_param_floats(t));
+        const bool copies = !ctx->backend->host || (HPMLI_TRAINS && t->param->shard == 3);
+        if (copies) largest = hpmli_max(largest, hpmli_param_floats(t));
         floats += hpmli_param_kept(t, 3);
     }
     float *w = largest > 0 ? (float *)hpmli_alloc(ctx, (size_t)largest * sizeof(float)) : NULL;
@@ -5058,11 +5117,10 @@ HPMLI_FN hpml_status hpmli_params_place(hpml_ctx *ctx, float *memory, bool keep)
         if (t->raw || t->state->kept || t->state->away || hpmli_trainable(t) != (i < count)) continue;
         if (whole) hpmli_set_memory(t, memory, t->raw_grad);
         else t->state->kept = memory;
-        const bool direct = whole && ctx->backend->host;
+        const bool   direct = whole && ctx->backend->host;
+        const size_t bytes  = whole ? hpmli_tensor_bytes(t) : (size_t)t->param->keep_count * sizeof *w;
         if (!keep) hpmli_init_values(ctx, t, direct ? memory : w);
-        const float *kept  = whole ? w : w + t->param->keep_first;
-        size_t       bytes = whole ? hpmli_tensor_bytes(t) : (size_t)t->param->keep_count * sizeof *w;
-        if (!keep && !direct) ctx->backend->write(ctx->device, memory, kept, bytes);
+        if (!keep && !direct) ctx->backend->write(ctx->device, memory, whole ? w : w + t->param->keep_first, bytes);
         memory += hpmli_param_kept(t, 3);
     }
     hpmli_free(ctx, w);
@@ -5192,12 +5250,13 @@ HPML_API hpml_status hpml_param_add_rows(hpml_tensor *table, bool clear, const i
 }
 
 /* Fails if an op other than embedding reads the table of a sparse embedding, because such an op's gradient has all
-   rows. */
-HPMLI_FN bool hpmli_rows_fit(hpml_ctx *ctx, hpml_node *const *nodes, int count)
+   rows. Notes that the gradients of the other parameters are dense, if the nodes' graph trains. */
+HPMLI_FN bool hpmli_rows_fit(hpml_ctx *ctx, hpml_node *const *nodes, int count, bool trains)
 {
     for (int i = 0; i < count; i++)
         for (int s = 0; s < nodes[i]->src_count; s++) {
             const hpml_tensor *t = nodes[i]->src[s];
+            if (t && trains && !t->state->rows) t->state->is_dense = true;
             if (t && t->state->rows && nodes[i]->op != HPML_OP_EMBEDDING)
                 return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "graph: \"%s\" reads the table \"%s\" of a sparse "
                                    "embedding, whose gradient then has all rows; leave .sparse false",
@@ -5486,11 +5545,17 @@ HPMLI_FN hpml_node *hpmli_node_in(const hpmli_list *p, const hpml_tensor *t)
     return n && n->state->order >= p->from && n->state->order < p->to ? n : NULL;
 }
 
+/* True if n is a reshape whose result is in the memory of its source, because that is contiguous. */
+HPMLI_FN bool hpmli_is_alias(const hpml_node *n)
+{
+    return hpmli_has_trait(n, HPMLI_OP_IS_ALIAS) && hpmli_contiguous(n->src[0]);
+}
+
 /* Returns the node of part p whose result has the memory of n's value: n itself or, because a reshape has the memory of
    its source, where n is a reshape, the node at the beginning of the chain of reshapes. */
 HPMLI_FN hpml_node *hpmli_base(const hpmli_list *p, hpml_node *n)
 {
-    for (hpml_node *from; hpmli_has_trait(n, HPMLI_OP_IS_ALIAS); n = from) {
+    for (hpml_node *from; hpmli_is_alias(n); n = from) {
         from = hpmli_node_in(p, n->src[0]);
         if (!from) break;
     }
@@ -5564,14 +5629,13 @@ HPMLI_FN bool hpmli_any_reads(const hpml_graph *g, int from, int to, const hpml_
     return false;
 }
 
-/* True if n's result, or a reshape of it, is an output or is read by a later part of the graph; then it must not be
-   swapped. */
-HPMLI_FN bool hpmli_stays(const hpml_graph *g, const hpmli_list *p, const hpml_node *n)
+/* True if n's result, or a reshape of it, is an output or, if `crosses`, is read by a later part of the graph. */
+HPMLI_FN bool hpmli_stays(const hpml_graph *g, const hpmli_list *p, const hpml_node *n, bool crosses)
 {
     for (int i = n->state->order; i < p->to; i++) {
         hpml_node *same = g->nodes[i];
         if (hpmli_base(p, same) != n) continue;
-        if (same->state->kept || hpmli_any_reads(g, p->to, g->count, same->out)) return true;
+        if (same->state->kept || (crosses && hpmli_any_reads(g, p->to, g->count, same->out))) return true;
     }
     return false;
 }
@@ -5582,8 +5646,8 @@ HPMLI_FN void hpmli_segment_choose(hpml_graph *g, const hpmli_list *p, int from,
 {
     for (int k = to - 1; k >= from; k--) {
         hpml_node *n    = g->nodes[k];
-        bool       held = n->state->kept, needed = false, swapped = n->state->how == HPML_RETAIN_SWAP;
-        if (hpmli_base(p, n) != n || (swapped && hpmli_stays(g, p, n))) continue;
+        bool       held = hpmli_stays(g, p, n, false), needed = false, swapped = n->state->how == HPML_RETAIN_SWAP;
+        if (hpmli_base(p, n) != n || (swapped && hpmli_stays(g, p, n, true))) continue;
         for (int j = k; j < p->to; j++) {
             if (!hpmli_reads_late(g, p, g->nodes[j], n)) continue;
             if (j < to || swapped) needed = true;
@@ -5898,7 +5962,7 @@ HPMLI_FN void hpmli_plan_roots(const hpmli_plan *pl)
         bool may     = (hpmli_needs_of(n) & HPMLI_INPLACE) || n->state->folds == x;
         bool inplace = may && u->readers[life] == 1 && !x->state->kept &&
                        u->last[life] <= k && x->state->out_root[life] == x->out && x->out->dtype == n->out->dtype;
-        if (inplace || hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) n->state->out_root[life] = x->state->out_root[life];
+        if (inplace || hpmli_is_alias(n)) n->state->out_root[life] = x->state->out_root[life];
     }
     for (int i = p->from; HPMLI_TRAINS && i < p->to; i++) { /* reshapes of results that are computed again */
         hpml_node *n = pl->g->nodes[i], *base = hpmli_base(p, n);
@@ -5952,6 +6016,7 @@ HPMLI_FN bool hpmli_sum_shares(const hpmli_plan *pl, const hpml_node *n, int s, 
     const hpmli_use   *r = x ? hpmli_use_of(pl, x->state->grad_root) : NULL, *u;
     bool fits = x && a->needs_grad && a->dtype == y->dtype && a->batch_rows == y->batch_rows && a->ndim == y->ndim;
     for (int i = 0; i < y->ndim && fits; i++) fits = a->shape[i] == y->shape[i];
+    fits = fits && hpmli_contiguous(a) == hpmli_contiguous(y);
     if (!fits || y == pl->g->loss || r->grad_written || r->reader != n->state->order) return false;
     if (other && other->state->grad_root == x->state->grad_root) return false; /* a + a */
     if (!both) return true;
@@ -5983,7 +6048,7 @@ HPMLI_FN void hpmli_plan_grad_roots(const hpmli_plan *pl)
         n->state->grad_root = n->out;
         u->grad_first = pl->end;
         u->grad_last  = hpmli_later(n->state->at[HPMLI_BACKWARD], n->state->at[HPMLI_WEIGHTS]);
-        if (x && hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) {
+        if (x && hpmli_is_alias(n)) {
             hpml_tensor *root = x->state->grad_root;
             bool         both = given && hpmli_use_of(pl, root)->grad_written; /* the caller writes root's, too */
             if (!both) hpmli_grad_share(pl, n, root);
@@ -6379,7 +6444,8 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
             return hpmli_null(ctx, HPML_ERR_STATE, "graph: \"%s\" belongs to another graph already; name all results "
                               "as outputs of one graph, or record the model again",
                               g->nodes[i]->out->name);
-    if (hpmli_rows_fit(ctx, g->nodes, g->count) && hpmli_graph_batches(g) && hpmli_graph_plan(g)) return g;
+    const bool fits = hpmli_rows_fit(ctx, g->nodes, g->count, g->loss != NULL);
+    if (fits && hpmli_graph_batches(g) && hpmli_graph_plan(g)) return g;
     hpmli_graph_release_nodes(g);
     return NULL;
 }
@@ -6681,7 +6747,7 @@ HPMLI_FN float *hpmli_graph_place_grads(hpml_graph *g)
     for (int i = 0; i < g->ctx->param_count; i++) {
         hpml_tensor *p    = g->ctx->params[i];
         bool         mine = i < g->param_count && g->param_last[i] >= 0;
-        if (p->state->rows) hpmli_gradient_clear(p); /* because its rows are in the other graph's array */
+        if (p->state->rows) hpmli_gradient_clear(p); /* the rows listed lie in the array of the graph that ran before */
         hpmli_set_memory(p, p->raw, mine && p->param->shard < 2 ? g->grads + at : NULL);
         if (mine) at += hpmli_param_kept(p, 2);
     }
@@ -6869,6 +6935,7 @@ HPMLI_FN const hpmli_list *hpmli_part_now(const hpml_graph *g) { return &g->part
 
 HPML_API const hpml_node *hpml_graph_ahead(const hpml_graph *g, int *place)
 {
+    if (!g || !place) return NULL;
     const hpmli_list *p   = hpmli_part_now(g);
     const int         end = g->entry < p->turn ? p->turn : p->entry_count;
     *place = (int)hpmli_max(*place, g->entry);
@@ -7078,7 +7145,7 @@ HPMLI_FN void hpmli_zero_gradients(hpml_graph *g, const hpml_node *n)
 /* Zeroes the values of t, an input or a result of a rank without samples, for collective ops. */
 HPMLI_FN void hpmli_zero_values(hpml_graph *g, const hpml_tensor *t)
 {
-    if (t->node && hpmli_has_trait(t->node, HPMLI_OP_IS_ALIAS)) return;
+    if (t->node && hpmli_is_alias(t->node)) return;
     if (g->collective) g->ctx->backend->zero(g->ctx->device, t->raw, hpmli_tensor_bytes(t));
 }
 
@@ -7237,6 +7304,7 @@ HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const h
     for (int k = start + (int)pass->from; k < start + pass->to && status == HPML_OK; k++) {
         const hpmli_entry *e = &p->entries[k];
         g->entry = k;
+        if (g->ctx->status != HPML_OK) break; /* an op has set an error, and returned HPML_OK */
         if (!HPMLI_TRAINS) {
             status = hpmli_run_node(g, run, e->node, HPMLI_FORWARD);
             continue;
@@ -7260,6 +7328,7 @@ HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const h
         case HPMLI_MOVES: break;
         }
     }
+    if (status == HPML_OK) status = g->ctx->status;
     if (HPMLI_TRAINS && status != HPML_OK) hpmli_swap_wait(g, INT64_MAX);
     return status;
 }
@@ -7423,7 +7492,8 @@ HPML_API double hpml_check_grad(hpml_graph *g, float step, int samples)
         if (!t->grad || !t->needs_grad) continue;
         float *grad = hpmli_new(g->ctx, float, n);
         if (!grad) return -1;
-        g->ctx->backend->read(g->ctx->device, grad, t->grad, (size_t)n * sizeof(float));
+        if (t->state->rows) hpmli_rows_spread(t, grad);
+        else g->ctx->backend->read(g->ctx->device, grad, t->grad, (size_t)n * sizeof(float));
         for (int64_t i = 0; i < n; i++) scale += (double)grad[i] * (double)grad[i];
         scale = sqrt(scale / (double)n); /* smaller differences are rounding errors */
         const hpml_group *ranks = hpml_ctx_group(g->ctx, t->param ? t->param->axis : HPML_AXIS_DATA);
@@ -9295,6 +9365,7 @@ HPMLI_FN void hpmli_conv_grids(hpmli_conv *c, const hpml_node *n)
     c->grid_row  = size[1] * c->lanes;
     c->lead      = shift[0] * c->grid_row + shift[1] * c->lanes;
     c->by_grids  = c->groups > 1 && c->C <= HPMLI_CONV_FEW && c->OC <= HPMLI_CONV_FEW;
+    c->by_grids  = c->by_grids && a->conv.algorithm != HPML_CONV_IM2COL;
     c->by_grids  = c->by_grids && hpmli_max(a->conv.stride[0], a->conv.stride[1]) <= HPMLI_GRIDS_STRIDE;
     c->by_grids  = c->by_grids && c->grid_rows + shift[0] + 1 < limit / c->grid_row / c->grids / (c->C + c->OC);
     if (!c->by_grids) return;
@@ -9309,7 +9380,7 @@ HPMLI_FN void hpmli_conv_grids(hpmli_conv *c, const hpml_node *n)
     c->thread_floats += hpmli_round_up((c->C + c->OC) * c->taps * c->lanes, 16);
     if (!c->nhwc && c->lanes > 1) c->thread_floats += hpmli_round_up(c->H * c->W * c->lanes, 16); /* a unit of x */
     c->scratch_floats = c->sums * c->sum_floats + c->packed_floats + c->ctx->threads * c->thread_floats;
-    if (!n->scratch || a->conv.algorithm == HPML_CONV_IM2COL) return; /* scratch has no memory yet, or no use */
+    if (!n->scratch) return; /* scratch has no memory yet */
     HPML_ASSERT(n->state->keeps || (size_t)c->scratch_floats * sizeof(float) <= n->scratch_bytes);
     c->sum_space    = (float *)n->scratch;
     c->packed       = c->sum_space + c->sums * c->sum_floats;
@@ -11092,6 +11163,10 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
         return hpmli_null(tokens->ctx, HPML_ERR_UNSUPPORTED, "embedding \"%s\": .sparse is for parameters on the host, "
                           "the table is %s on the backend \"%s\"; leave it false", name, hpmli_describe(src[1]),
                           tokens->ctx->backend->name);
+    if (d.sparse && src[1]->state->is_dense)
+        return hpmli_null(tokens->ctx, HPML_ERR_UNSUPPORTED, "embedding \"%s\": .sparse, but a planned graph "
+                          "has the whole gradient of \"%s\"; record this embedding before that graph is created, or "
+                          "leave .sparse false", name, src[1]->name);
     if (d.sparse && !hpmli_rows_create(src[1])) return NULL;
     memcpy(shape, tokens->shape, sizeof shape);
     shape[tokens->ndim] = width;
@@ -11178,19 +11253,19 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
                           hpmli_split_text(qkv), d.heads, size);
     if (HPMLI_TRAINS && qkv->split[2]) d.heads /= size;
     if (HPMLI_TRAINS && qkv->split[2]) d.kv_heads /= size;
-    if (d.heads < 1 || d.kv_heads < 1 || d.heads % d.kv_heads != 0 || qkv->ndim != 3 ||
-        qkv->shape[2] % (d.heads + 2 * d.kv_heads) != 0)
+    const int64_t all = d.heads + 2 * (int64_t)d.kv_heads; /* heads of queries, keys and values */
+    if (d.heads < 1 || d.kv_heads < 1 || d.heads % d.kv_heads != 0 || qkv->ndim != 3 || qkv->shape[2] % all != 0)
         return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input is %s with %d heads and %d of keys, expected "
                           "(B, T, 3C) with C a multiple of the heads, or with kv_heads, which divide heads, "
                           "(B, T, (heads + 2 kv_heads) D)", hpmli_describe(qkv), d.heads, d.kv_heads);
-    const int64_t D = qkv->shape[2] / (d.heads + 2 * d.kv_heads), keys = d.cache ? d.cache->shape[1] : qkv->shape[1];
+    const int64_t D = qkv->shape[2] / all, keys = d.cache ? d.cache->shape[1] : qkv->shape[1];
     const int64_t shape[3] = { qkv->shape[0], qkv->shape[1], d.heads * D };
     hpml_tensor  *src[4] = { qkv, d.position, d.mask, d.cache };
     for (int i = 1; i < 4; i++) {
         hpml_tensor *both[2] = { qkv, src[i] };
         if (src[i] && !hpmli_recordable(2, both)) return NULL;
     }
-    if (!hpmli_attention_extras(qkv, &d, 2 * d.kv_heads * D)) return NULL;
+    if (!hpmli_attention_extras(qkv, &d, (all - d.heads) * D)) return NULL;
     const int     count = d.cache ? 4 : 3;
     hpml_node    *n = hpmli_node_create(HPML_OP_ATTENTION, NULL, src[2] || src[3] ? count : 1, src, 3, shape);
     n->attr.attention.heads    = d.heads;
@@ -12428,7 +12503,8 @@ HPMLI_OP(custom, HPMLI_OP_IS_WHOLE | HPMLI_OP_SPLIT_ANY,
 
 HPML_API void hpml_node_give(const hpml_run *run, hpml_node *node, int source, const float *gradient)
 {
-    const hpml_tensor *s = source >= 0 && source < node->src_count ? node->src[source] : NULL;
+    const hpml_tensor *s = node && source >= 0 && source < node->src_count ? node->src[source] : NULL;
+    if (!run || !node) return;
     if (!s || !gradient)
         hpmli_fail(run->ctx, HPML_ERR_ARGUMENT, "node_give: \"%s\" has %d sources; got number %d and %s",
                    node->out->name, node->src_count, source, gradient ? "a gradient" : "NULL");
@@ -12510,6 +12586,7 @@ HPML_API hpml_tensor *hpml_custom_op(hpml_tensor *const *src, int count, const h
 
 HPML_API hpml_status hpml_custom_on_host(const hpml_run *run, hpml_node *node, bool backward)
 {
+    if (!run || !node) return HPML_ERR_ARGUMENT;
     hpml_node on_host = *node; /* a copy of the node, to which host memory is given */
     if (!node->state->host) node->state->host = (char *)hpmli_alloc(run->ctx, node->state->host_bytes);
     if (hpmli_failed(run->ctx)) return run->ctx->status;
@@ -12869,6 +12946,8 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
         NULL,                       /* encode: hpml_packing_encode packs on the CPU */
         NULL,                       /* decode: hpml_packing_decode unpacks on the CPU */
         NULL,                       /* time_op: the host's clock times ops */
+        NULL,                       /* choices: the CPU measures nothing */
+        NULL,                       /* choose: the CPU measures nothing */
         true,                       /* layouts: kernels take images in NHWC, too */
         true                        /* host: arrays are in the host's memory */
     };
@@ -13413,17 +13492,18 @@ HPML_API hpml_status hpml_packing_encode(const hpml_packing *p, void *packed, fl
                                          int64_t rows, const hpml_encode_info *info)
 {
     static const hpml_encode_info zeros = { 0, 0, 0 };
+    if (!p || !p->codec) return HPML_ERR_ARGUMENT;
     return p->codec->encode(p, packed, p->residual_count ? residual : NULL, grad, rows, info ? info : &zeros);
 }
 
 HPML_API void hpml_packing_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows)
 {
-    p->codec->decode(p, out, packed, rows, false);
+    if (p && p->codec) p->codec->decode(p, out, packed, rows, false);
 }
 
 HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const void *packed, int64_t rows)
 {
-    p->codec->decode(p, out, packed, rows, true);
+    if (p && p->codec) p->codec->decode(p, out, packed, rows, true);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -13497,11 +13577,13 @@ struct hpml_trainer {
     bool                update_follows;  /* no hook comes between this backward pass and the update */
     bool                update_early;    /* each parameter steps after the op that makes its gradient final, because
                                             the gradient is in the cache then */
+    bool                choices_shared;  /* hpmli_choices_share has run */
     bool                overflowed;      /* a gradient of this step is not finite, because of the loss scale */
 };
 
 HPML_API void hpml_trainer_desc_resolve(const hpml_trainer_desc *desc, hpml_trainer_desc *out)
 {
+    if (!desc || !out) return;
     const hpml_optimizer *row = hpmli_optimizer_row(desc->optimizer, desc->custom_optimizer);
     *out = *desc;
     if (row) {
@@ -14052,12 +14134,12 @@ HPML_API hpml_status hpml_trainer_reserve(hpml_trainer *t, hpml_array which, int
 
 HPML_API float *hpml_trainer_part(hpml_trainer *t, int param, hpml_array which)
 {
-    const int k = (int)which - HPML_ARRAY_STATE;
-    if (hpml_trainer_alloc(t) != HPML_OK || hpml_trainer_place(t, param) < 0 || k >= HPML_MAX_STATES) return NULL;
+    const bool is_array = (unsigned)which < HPML_ARRAY_END;
+    if (hpml_trainer_alloc(t) != HPML_OK || hpml_trainer_place(t, param) < 0 || !is_array) return NULL;
     const hpml_update *u = &t->updates[param];
     if (which == HPML_ARRAY_VALUES) hpml_tensor_changed(t->ctx->params[param]); /* the caller may write to them */
     if (which == HPML_ARRAY_VALUES) return u->w;
-    return which == HPML_ARRAY_GRADIENTS ? u->g : u->state[k];
+    return which == HPML_ARRAY_GRADIENTS ? u->g : u->state[which - HPML_ARRAY_STATE];
 }
 
 HPML_API void hpml_ctx_defer(hpml_ctx *ctx, bool on)
@@ -14103,7 +14185,7 @@ HPML_API hpml_status hpml_trainer_attach(hpml_trainer *t, const hpml_hooks *hook
 
 HPML_API const hpml_hooks *hpml_trainer_hooks(const hpml_trainer *t, int *count)
 {
-    *count = t ? t->graph->hook_count : 0;
+    if (count) *count = t ? t->graph->hook_count : 0;
     return t ? t->graph->hooks : NULL;
 }
 
@@ -14154,12 +14236,11 @@ HPMLI_FN int hpmli_shard_of(hpml_array which)
 HPML_API float *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *floats)
 {
     float *array = NULL;
-    int    k     = (int)which - HPML_ARRAY_STATE;
     if (hpml_trainer_alloc(t) != HPML_OK) t = NULL;
     if (t && which == HPML_ARRAY_VALUES) array = hpmli_trainer_values(t);
     if (array) t->ctx->param_writes++; /* because the caller may write to the parameters */
     if (t && which == HPML_ARRAY_GRADIENTS) array = hpmli_graph_place_grads(t->graph);
-    if (t && k >= 0 && k < HPML_MAX_STATES) array = t->state[k];
+    if (t && which >= HPML_ARRAY_STATE && which < HPML_ARRAY_END) array = t->state[which - HPML_ARRAY_STATE];
     if (floats) *floats = array ? hpmli_trainer_kept(t, hpmli_shard_of(which)) : 0;
     return array;
 }
@@ -14217,14 +14298,14 @@ HPMLI_FN void hpmli_count_hits(hpml_trainer *t, const float *y, int64_t samples,
 }
 
 /* Waits for the device and reads t->scalars. With labels (in host memory, or NULL) also counts the rows predicted
-   right: on the device if its backend can, `confusion` (a matrix on the host) is NULL and the output is not split by
-   classes over the ranks (t->best is NULL); else on the host. */
+   right: on the device if its backend can, `confusion` (a matrix on the host) is NULL and the output is contiguous and
+   not split by classes over the ranks (t->best is NULL); else on the host. */
 HPMLI_FN void hpmli_read_step_scalars(hpml_trainer *t, const int32_t *labels, int64_t *confusion)
 {
     const hpml_backend *b   = t->ctx->backend;
     const hpml_tensor  *out = t->d.output;
     int64_t             classes = out->shape[out->ndim - 1];
-    bool                on_device = labels && b->correct && !confusion && !t->best;
+    bool                on_device = labels && b->correct && !confusion && !t->best && hpmli_contiguous(out);
     if (on_device)
         b->correct(t->ctx->device, t->ctx, out->dtype, out->raw, (const int32_t *)t->target->raw,
                    hpml_tensor_count(out) / classes, classes, t->device_scalars->counts);
@@ -14556,11 +14637,12 @@ HPML_API float *hpml_trainer_output(hpml_trainer *t, int64_t *floats)
 
 HPML_API void hpml_trainer_hits(const hpml_trainer *t, int64_t hits[2])
 {
-    hits[0] = t->correct;
-    hits[1] = t->counted;
+    if (hits) hits[0] = t ? t->correct : 0;
+    if (hits) hits[1] = t ? t->counted : 0;
 }
 HPML_API void hpml_trainer_set_hits(hpml_trainer *t, const int64_t hits[2])
 {
+    if (!t || !hits) return;
     t->correct = hits[0];
     t->counted = hits[1];
 }
@@ -14917,6 +14999,38 @@ HPMLI_FN hpml_status hpmli_step_run(hpml_trainer *t, hpmli_step *s)
     return HPML_OK;
 }
 
+HPMLI_FN hpml_status hpmli_agree(hpml_trainer *t, double *values, int64_t n);
+HPMLI_FN const hpml_hooks *hpmli_hooks_deal(const hpml_trainer *t);
+static bool hpmli_groups_first(const hpml_ctx *ctx); /* see >>collect */
+
+/* After the first update all ranks that train together take what the first rank's device has chosen by measurements
+   (hpml_backend.choices): they add up how many numbers there are, then the numbers, to which the others add zeros. All
+   ranks make the same calls, whatever ops they run. Not where ranks step at their own pace or may be lost. */
+HPMLI_FN hpml_status hpmli_choices_share(hpml_trainer *t)
+{
+    const hpml_backend *b     = t->ctx->backend;
+    const bool          first = t->rank == 0 && hpmli_groups_first(t->ctx);
+    int64_t             count = b->choices ? b->choices(t->ctx->device, NULL, 0) : 0;
+    double              sum   = first ? (double)count : 0;
+    t->choices_shared = true;
+    if (count == 0 || !t->graph->any.agree || hpmli_hooks_deal(t) || hpmli_agree(t, &sum, 0) != HPML_OK)
+        return t->ctx->status;
+    if (hpmli_agree(t, &sum, 1) != HPML_OK || sum == 0) return t->ctx->status;
+    count = (int64_t)sum;
+    int64_t *numbers = hpmli_new(t->ctx, int64_t, 2 * count);
+    if (!numbers) return t->ctx->status;
+    double *sums = (double *)(void *)(numbers + count);
+    memset(numbers, 0, (size_t)count * sizeof *numbers);
+    if (first) b->choices(t->ctx->device, numbers, count);
+    for (int64_t i = 0; i < count; i++) sums[i] = (double)numbers[i];
+    if (hpmli_agree(t, sums, count) == HPML_OK) {
+        for (int64_t i = 0; i < count; i++) numbers[i] = (int64_t)sums[i];
+        b->choose(t->ctx->device, numbers, count, true);
+    }
+    hpmli_free(t->ctx, numbers);
+    return t->ctx->status;
+}
+
 /* Counts the micro-batch. After the last micro-batch of an update steps the parameters or, if they have been stepped
    within the backward pass, checks that these steps found no NaN or infinity. */
 HPMLI_FN hpml_status hpmli_step_update(hpml_trainer *t)
@@ -14929,6 +15043,7 @@ HPMLI_FN hpml_status hpmli_step_update(hpml_trainer *t)
     t->micro_batch = 0;
     if (status == HPML_OK && !t->overflowed) t->step++;
     hpmli_trainer_rescale(t);
+    if (status == HPML_OK && !t->choices_shared) status = hpmli_choices_share(t);
     return status;
 }
 
@@ -15146,7 +15261,6 @@ HPMLI_FN hpml_status hpmli_checkpoint_file(hpml_trainer *t, const char *path, bo
     return load ? hpml_checkpoint_load(t, path) : hpml_checkpoint_save(t, path);
 }
 
-static bool hpmli_groups_first(const hpml_ctx *ctx); /* see >>collect */
 /* Saves the newest checkpoint, after the first rank has renamed the older ones by one number each; the oldest goes. */
 HPMLI_FN hpml_status hpmli_fit_save(hpml_trainer *t, hpmli_fit *f)
 {
@@ -17078,7 +17192,7 @@ HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
     int          n;
     hpmli_writer w;
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
-    if (!code || !t->raw || !hpmli_contiguous(t))
+    if (!code || !t->raw || !hpmli_has_no_gaps(t))
         return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "npy \"%s\": numpy has no bf16, and the tensor must be "
                           "contiguous with memory", path);
     hpmli_text_buffer text = hpmli_text_begin(header, sizeof header);
@@ -17091,7 +17205,7 @@ HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
     header[n++] = '\n';
     size_t bytes = hpmli_tensor_bytes(t);
     void  *copy  = t->ctx->backend->host ? NULL : hpmli_alloc(t->ctx, bytes);
-    if (copy) t->ctx->backend->read(t->ctx->device, copy, t->raw, bytes);
+    if (copy) hpmli_read_values(t->ctx, t, hpml_tensor_count(t), copy);
     if (t->ctx->status != HPML_OK || !hpmli_writer_open(t->ctx, &w, path, false)) {
         hpmli_free(t->ctx, copy);
         return t->ctx->status;
@@ -18918,12 +19032,60 @@ enum { HPMLI_SEED, HPMLI_STEP, HPMLI_EPOCH, HPMLI_EPOCH_STEP, HPMLI_OPTIMIZER, H
 static const char *const hpmli_entries[] = { "hpml.seed", "hpml.step", "hpml.epoch", "hpml.epoch_step",
                                              "hpml.optimizer", "hpml.loss_scale", "hpml.scale_steps" };
 #define HPMLI_VAL_LOSS "hpml.val_loss" /* hpml_epoch.val_loss: 64 bits in hexadecimal; absent before a validation */
+#define HPMLI_CHOICES  "hpml.choices"  /* numbers of hpml_backend.choices; absent where the device measures nothing */
 #define HPMLI_ENTRIES_SUM "hpml.crc32c" /* CRC-32C of the concatenated values of hpmli_entries */
 #define HPMLI_COUNT_END   (INT64_C(1) << 53) /* the most steps that a double counts exactly */
+
+/* Sets *m to a pair of metadata; returns 1. */
+HPMLI_FN int hpmli_meta_add(hpml_meta *m, const char *key, const char *value)
+{
+    m->key   = key;
+    m->value = value;
+    return 1;
+}
+
+/* Returns the numbers of hpml_backend.choices and their CRC-32C as text, which the caller frees; NULL: the device
+   measures nothing, or an error. */
+HPMLI_FN char *hpmli_choices_text(hpml_ctx *ctx)
+{
+    const hpml_backend *b     = ctx->backend;
+    const int64_t       count = b->choices ? b->choices(ctx->device, NULL, 0) : 0;
+    const size_t        size  = (size_t)count * 21 + 10; /* a number of 64 bits has at most 20 characters */
+    int64_t            *numbers = count > 0 ? hpmli_new(ctx, int64_t, count) : NULL;
+    char               *text    = numbers ? (char *)hpmli_alloc(ctx, size) : NULL;
+    size_t              at      = 0;
+    if (text) {
+        b->choices(ctx->device, numbers, count);
+        for (int64_t i = 0; i < count; i++)
+            at += (size_t)snprintf(text + at, size - at, "%lld ", (long long)numbers[i]);
+        snprintf(text + at, size - at, "#%08x", (unsigned)ctx->k->crc32c(0, text, at));
+    }
+    hpmli_free(ctx, numbers);
+    return text;
+}
+
+/* Gives the device the choices of a checkpoint, as text by hpmli_choices_text; if that is damaged, none. */
+HPMLI_FN void hpmli_choices_take(hpml_ctx *ctx, const char *text)
+{
+    const char *sum     = strrchr(text, '#');
+    char       *next    = NULL;
+    int64_t    *numbers = hpmli_new(ctx, int64_t, (int64_t)strlen(text) / 2 + 1);
+    int64_t     count   = 0;
+    if (sum && strtoul(sum + 1, NULL, 16) != ctx->k->crc32c(0, text, (size_t)(sum - text))) sum = NULL;
+    for (const char *at = text; sum && numbers && at + 1 < sum; at = next) {
+        numbers[count] = strtoll(at, &next, 10);
+        if (next == at) break;
+        count++;
+    }
+    if (numbers) ctx->backend->choose(ctx->device, numbers, count, false);
+    hpmli_free(ctx, numbers);
+}
+
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
 {
     char      text[HPMLI_ENTRIES][HPMLI_OPTIMIZER_NAME + 1], sum[9], loss[17];
-    hpml_meta meta[HPMLI_ENTRIES + 2];
+    hpml_meta meta[HPMLI_ENTRIES + 3];
+    int       count = HPMLI_ENTRIES;
     uint32_t  crc = 0;
     uint64_t  bits;
     if (hpml_trainer_alloc(t) != HPML_OK) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
@@ -18940,14 +19102,15 @@ HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
         crc = t->ctx->k->crc32c(crc, text[i], strlen(text[i]));
     }
     snprintf(sum, sizeof sum, "%08x", (unsigned)crc);
-    meta[HPMLI_ENTRIES].key   = HPMLI_ENTRIES_SUM;
-    meta[HPMLI_ENTRIES].value = sum;
     memcpy(&bits, &t->val_loss, sizeof bits);
     snprintf(loss, sizeof loss, "%016llx", (unsigned long long)bits);
-    meta[HPMLI_ENTRIES + 1].key   = HPMLI_VAL_LOSS;
-    meta[HPMLI_ENTRIES + 1].value = loss;
-    const bool validated = t->val_loss - t->val_loss == 0;
-    return hpmli_arrays_save(t->ctx, t, NULL, path, HPML_DTYPE_F32, meta, HPMLI_ENTRIES + 1 + validated);
+    char *choices = hpmli_choices_text(t->ctx);
+    count += hpmli_meta_add(meta + count, HPMLI_ENTRIES_SUM, sum);
+    if (t->val_loss - t->val_loss == 0) count += hpmli_meta_add(meta + count, HPMLI_VAL_LOSS, loss);
+    if (choices) count += hpmli_meta_add(meta + count, HPMLI_CHOICES, choices);
+    hpml_status status = hpmli_arrays_save(t->ctx, t, NULL, path, HPML_DTYPE_F32, meta, count);
+    hpmli_free(t->ctx, choices);
+    return status;
 }
 
 /* Reads entry i of a checkpoint's metadata from `text` as a whole number to *number, and checks that a count is 0 to
@@ -19029,6 +19192,8 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
             t->loss_scale = (float)n[HPMLI_SCALE];
             t->scale_age  = n[HPMLI_SCALE_AGE];
         }
+        const char *choices = hpml_safetensors_meta(f, HPMLI_CHOICES);
+        if (choices && ctx->backend->choose) hpmli_choices_take(ctx, choices);
     }
     hpml_safetensors_close(f);
     return ctx->status;
@@ -20285,7 +20450,7 @@ HPMLI_FN const char *hpmli_op_kind(const hpml_node *n)
 {
     return n->op == HPML_OP_CUSTOM ? n->attr.custom->name : hpml_op_name(n->op);
 }
-HPML_API double hpml_node_flops(const hpml_node *n, bool backward) { return hpmli_flops_of(n, backward); }
+HPML_API double hpml_node_flops(const hpml_node *n, bool backward) { return n ? hpmli_flops_of(n, backward) : 0; }
 HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward)
 {
     double sum = 0;
@@ -20308,7 +20473,7 @@ HPML_API void hpml_profile_enable(hpml_graph *g, bool on)
         r->name = n->out->name;
         r->forward_flops  = hpmli_flops_of(n, false);
         r->backward_flops = n->out->needs_grad ? hpmli_flops_of(n, true) : 0;
-        if (hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) continue;
+        if (hpmli_is_alias(n)) continue;
         r->bytes = (double)hpmli_tensor_bytes(n->out);
         for (int s = 0; s < n->src_count; s++) r->bytes += n->src[s] ? (double)hpmli_tensor_bytes(n->src[s]) : 0;
     }
@@ -23648,6 +23813,7 @@ HPMLI_FN bool hpmli_cpu_has_byte_dot(const hpmli_kernels *k)
 #endif /* HPML_IMPLEMENTATION */
 
 // CHANGES, the newest first
+//     0.1.0   sparse tables: row k of `grad` belongs to row k of hpml_param_rows; memory for a step's rows alone
 //     0.1.0   HPML_NO_CONVOLUTION, HPML_NO_SEQUENCES: programs without groups of ops; HPML_NO_TRAINING: no losses
 //     0.1.0   hpml_metrics.auc; smaller programs with HPML_NO_TRAINING; products of small models take less memory
 //     0.1.0   hpml_fit_desc: validation, early stopping, checkpoints, a log; hpml_model_save and _load; own data

@@ -216,11 +216,13 @@
 //     play   programs of all ranks in virtual time
 //     play-servers   programs in virtual time: servers that serve first what comes first, ranks with their own pace
 //     play-acts   programs in virtual time: performing a rank's acts
-//     program   the programs of a plan's ranks: layers, buckets, pipeline tasks
-//     program-step   the programs of a plan's ranks: whole steps, by strategy
+//     program   the programs of a plan's ranks: facts of layers, acts, jobs
+//     program-exchange   the programs of a plan's ranks: exchanges of gradients and values
+//     program-step   the programs of a plan's ranks: layers, pipeline tasks, whole steps by strategy
 //     machines   machines by name, fabrics of nodes, what binds a layer
 //     delta   plays that begin where they differ from an earlier one
-//     forecast   a step of a plan on a machine: check, play, memory, text
+//     play-ranks   plays: which ranks are played for all, their actors
+//     forecast   a step of a plan on a machine: check, memory, text
 //     search   the fastest plan: all of them, or a walk through them
 #ifndef HPML_COMM_H_INCLUDED
 #define HPML_COMM_H_INCLUDED
@@ -491,12 +493,12 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m);
 HPML_API bool        hpml_test(hpml_comm *c, hpml_message *m);
 /* Waits until one of m[0] to m[count - 1] is done and returns its index. If several are done, takes the one that
    arrived first, and of equal ones the first in the list (with THREADS without links, and with MPI, arrivals are not
-   known, so the list decides). NULL entries are skipped; before the next call replace the entry that is done, which
-   would be found again, by NULL or begin its message again. Returns -1 when `seconds` of hpml_comm_now have passed; 0:
-   does not wait; negative: waits for the deadline of the communicator, which is an error. Also returns -1 after an
-   error, which is on the context: then all messages of the list are given up, as by hpml_wait, and their structs and
-   arrays may be reused. A server with one thread posts one small receive for each peer, waits for any of these
-   receives, answers, and posts that receive again. */
+   known, so the list decides). NULL entries are skipped, a list of nothing else is an error; before the next call
+   replace the entry that is done, which would be found again, by NULL or begin its message again. Returns -1 when
+   `seconds` of hpml_comm_now have passed; 0: does not wait; negative: waits for the deadline of the communicator, which
+   is an error. Also returns -1 after an error, which is on the context: then all messages of the list are given up, as
+   by hpml_wait, and their structs and arrays may be reused. A server with one thread posts one small receive for each
+   peer, waits for any of these receives, answers, and posts that receive again. */
 HPML_API int         hpml_wait_any(hpml_comm *c, hpml_message *const *m, int count, double seconds);
 
 /* A transport moves messages between ranks; collectives and all that stands on them are written once over this table.
@@ -1200,13 +1202,14 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
    parameters, with other strategies than sync, on devices, with batchnorm or a dynamic loss scale. */
 HPML_API hpml_status hpml_distribute_share(hpml_distributed *d);
 /* The end of training, collective: completes exchanges in flight and sets the parameters of every rank to the result of
-   the training. Sync: nothing to do, because all ranks have the same parameters after each step; gradients in flight
-   (`delayed`) are not applied. Local, block: the ranks exchange their parameters once more, unless they did in the
-   last step; block: the parameters become the centre. Elastic: the centre. Gossip: the mean over the ranks. With
-   servers: their parameters, as soon as all workers that are not lost have called this function, and the mean of the
-   workers' running statistics. Pipelines with schedule stash or vertical: the backward passes and updates of the
-   micro-batches in flight are run. Training may go on afterwards. A training may end without this call: a server then
-   serves while its distribution or context is being freed, until all workers' distributions or contexts are freed. */
+   the training. Sync: all ranks have the same parameters after each update; after micro-batches without one, running
+   statistics become their means. Gradients in flight (`delayed`) are not applied. Local, block: the ranks exchange
+   their parameters once more, unless they did in the last step; block: the parameters become the centre. Elastic: the
+   centre. Gossip: the mean over the ranks. With servers: their parameters, as soon as all workers that are not lost
+   have called this function, and the mean of the workers' running statistics. Pipelines with schedule stash or
+   vertical: the backward passes and updates of the micro-batches in flight are run. Training may go on afterwards. A
+   training may end without this call: a server then serves, and a pipeline with schedule stash or vertical waits for
+   its stages, while its distribution or context is being freed, until those of all workers or stages are freed. */
 HPML_API hpml_status hpml_distribute_finish(hpml_distributed *d);
 /* Writes to *out the bytes that the trainer takes on this rank with the plan, as hpml_distribute would do, and takes
    none of them: for a trainer that is created after hpml_ctx_defer. Buffers of exchanges come on top. Collective. Then
@@ -1509,13 +1512,14 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
    that grows with the square of the workers: 1,024 some seconds.
 
    Exact on up to 64 ranks: strategy sync, any data x pipe x tensor x sequence x expert, all schedules (of stash and
-   vertical the steady steps), shard 0 to 3, delayed, codecs (no time to pack); exact sums; factors of layers without
-   bias; all other strategies, over the steps that are counted (of gossip with random pairs one step). Left out:
-   network.jitter; the two small messages by which hpml_trainer_fit asks for each batch of async; rows of sparse tables.
-   Layers with several parameters differ where a bucket ends between two of them, and with a codec. On more ranks losses
-   are taken to be added up in log2(ranks) rounds (within 1 %, small shards and pipelines 5 %), and equal replicas to
-   have the blocks of the first one. Refused with HPML_ERR_UNSUPPORTED: hogwild on several nodes; exact sums and factors
-   with servers, a codec or other axes than data; shard with schedules stash and vertical. */
+   vertical the steady steps), shard 0 to 3 (3 with experts within 5 %, because two gathers of a rank may begin at the
+   same time), delayed, codecs (no time to pack); exact sums; factors of layers without bias; all other strategies, over
+   the steps that are counted (of gossip with random pairs one step). Left out: network.jitter; the two small messages
+   by which hpml_trainer_fit asks for each batch of async; rows of sparse tables. Layers with several parameters differ
+   where a bucket ends between two of them, and with a codec. On more ranks losses are taken to be added up in
+   log2(ranks) rounds (within 1 %, small shards and pipelines 5 %), and all blocks of a codec to be as large as the
+   largest one (with few rows a rank up to 30 % too fast). Refused with HPML_ERR_UNSUPPORTED: hogwild on several nodes;
+   exact sums and factors with servers, a codec or other axes than data; shard with schedules stash and vertical. */
 
 /* How the nodes of a machine are joined. The farther apart nodes are (hpml_fabric.hops), the more routers add to the
    latency of messages, and the more messages share a link, which lowers the bandwidth of each node. */
@@ -1564,8 +1568,8 @@ HPML_API const hpml_machine *hpml_machine_find(const char *name);
 /* Measures this processor on one thread, in about 0.2 s: operations a second of hpml_sgemm, bandwidth of a long copy.
    All else is 0. HPML_ERR_MEMORY, on the context too. */
 HPML_API hpml_status hpml_machine_measure(hpml_ctx *ctx, hpml_machine *out);
-/* Sets *out to the network that messages of `ranks` ranks meet: the machine's network with cards, copies through the
-   host, and fabric in the latency and bandwidth between nodes. */
+/* Sets *out to the network that messages of `ranks` ranks (below 1: 1) meet: the machine's network with cards, copies
+   through the host, and fabric in the latency and bandwidth between nodes. */
 HPML_API void hpml_machine_network(const hpml_machine *m, int32_t ranks, hpml_network *out);
 
 /* A layer, as a forecast sees one. Numbers are those of one whole layer, for one sample. */
@@ -1911,7 +1915,6 @@ HPMLC_FN bool        hpmlc_pipeline_attach(hpmlc_pipeline *pl);
 HPMLC_FN hpml_status hpmlc_pipeline_join(hpmlc_pipeline *pl);
 HPMLC_FN bool        hpmlc_pipeline_ties(const hpmlc_pipeline *pl);
 HPMLC_FN hpml_status hpmlc_pipeline_drain(hpmlc_pipeline *pl);
-HPMLC_FN void        hpmlc_pipeline_close(hpml_distributed *d);
 HPMLC_FN void        hpmlc_pipeline_text(const hpmlc_pipeline *pl, const hpmlc_text *to, size_t *length);
 
 HPMLC_FN int64_t hpmlc_min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -2075,7 +2078,7 @@ HPMLC_FN bool hpmlc_has_delay(const hpml_comm *c)
 HPMLC_FN int hpmlc_network_nodes(const hpml_network *n, int p)
 {
     int per_node = n->ranks_per_node > 0 && n->ranks_per_node < p ? n->ranks_per_node : p;
-    int nodes    = n->node ? 0 : (p + per_node - 1) / per_node;
+    int nodes    = n->node ? 0 : (p - 1) / per_node + 1;
     for (int r = 0; n->node && r < p; r++) {
         if (n->node[r] < 0 || n->node[r] >= p) return 0;
         if (n->node[r] >= nodes) nodes = n->node[r] + 1;
@@ -2091,11 +2094,12 @@ HPMLC_FN hpml_status hpmlc_network_check(const char *who, const hpml_network *ne
                                          const hpmlc_text *to)
 {
     const hpml_link *in = &net->inside, *far = &net->between;
-    if (net->ranks_per_node < 0 || !HPMLC_GOOD(in->latency) || !HPMLC_GOOD(far->latency) || !(in->bandwidth >= 0) ||
-        !(far->bandwidth >= 0) || (clock && !HPMLC_GOOD(net->jitter)))
+    if (net->ranks_per_node < 0 || !HPMLC_GOOD(in->latency) || !HPMLC_GOOD(far->latency) ||
+        !(in->bandwidth == 0 || in->bandwidth > 1e-12) || !(far->bandwidth == 0 || far->bandwidth > 1e-12) ||
+        (clock && !HPMLC_GOOD(net->jitter)))
         return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "%s: network of %d ranks a node, inside %g s and %g bytes/s, "
-                            "between %g s and %g bytes/s, jitter %g: a negative one or NaN", who, net->ranks_per_node,
-                            in->latency, in->bandwidth, far->latency, far->bandwidth, net->jitter);
+                            "between %g s and %g bytes/s, jitter %g: a negative one, one near 0 or NaN", who,
+                            net->ranks_per_node, in->latency, in->bandwidth, far->latency, far->bandwidth, net->jitter);
     if (hpmlc_network_nodes(net, p) == 0)
         return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "%s: network.node of a rank is not from 0 to %d", who, p - 1);
     for (int r = 0; clock && net->slow && r < p; r++)
@@ -9469,8 +9473,13 @@ HPMLC_FN hpml_status hpmlc_host_apply(hpml_distributed *d, double samples, doubl
     const hpmlc_layout *l = &d->layout;
     const float         scale = hpmlc_rescale(d, samples, full);
     hpmlc_parts_scale(d);
-    if (scale != 1)
-        for (int64_t k = 0; k < l->span; k++) l->host[k] *= scale;
+    for (int i = 0; i < l->params && scale != 1; i++) {
+        const hpml_tensor *p = hpmlc_param(d, i);
+        const int64_t      place = hpml_trainer_place(d->t, i);
+        int64_t            rows;
+        const int64_t      floats = hpml_param_rows(p, &rows) ? rows * p->shape[1] : hpml_tensor_count(p);
+        for (int64_t k = place; k < place + floats && place >= 0; k++) l->host[k] *= scale;
+    }
     if (l->host != l->first) hpmlc_host_view_copy(&l->view, l->host, l->first, l->span, true);
     hpml_status status = d->pipeline ? hpmlc_pipeline_join(d->pipeline) : HPML_OK;
     if (status == HPML_OK && !(d->shared && d->c->rank > 0)) status = hpml_trainer_apply(d->t, 0, l->params);
@@ -9819,17 +9828,30 @@ HPMLC_FN void hpmlc_buffers_average(hpml_distributed *d)
     hpmlc_buffers_copy(d, d->stats.buffers, true);
 }
 
+/* Sets the running statistics to the sum over ranks of `share` times those of the rank. */
+HPMLC_FN hpml_status hpmlc_buffers_sum(hpml_distributed *d, double share)
+{
+    float        *row = d->stats.buffers;
+    const int64_t n   = d->layout.buffer_total;
+    hpmlc_buffers_copy(d, row, false);
+    for (int64_t k = 0; k < n; k++) row[k] *= (float)share;
+    hpml_status status = n > 0 ? hpmlc_reduce_all(d->c, row, n, HPML_ELEMENT_F32, HPML_SUM, HPML_AUTO) : HPML_OK;
+    if (status == HPML_OK) hpmlc_buffers_copy(d, row, true);
+    return status;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>distribute-run   data parallelism: the passes and exchanges of a step, the trainer's hooks
 // ---------------------------------------------------------------------------------------------------------------------
 /* Starts what remains of a step's communication: exchanges of buckets that have not started yet, then the sum over
-   ranks of samples, loss and `buffers`, the running statistics (NULL: without these). */
+   ranks of samples, loss and `buffers`, in place of the running statistics (NULL: these). */
 HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d, const float *buffers)
 {
     double      start  = hpml_comm_now(d->c);
     hpml_status status = hpmlc_buckets_post(d);
     if (status == HPML_OK) {
-        hpmlc_stats_fill(d, buffers);
+        if (!buffers) hpmlc_buffers_copy(d, d->stats.buffers, false);
+        hpmlc_stats_fill(d, buffers ? buffers : d->stats.buffers);
         status = hpmlc_task_start(d, &d->stats.task, d->c, hpmlc_stats_sum, d);
         if (status == HPML_OK) status = d->stats.task.status; /* of the sum, if the call has made it at once */
     }
@@ -10236,11 +10258,13 @@ HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
 }
 
 /* The trainer's hook `agree`: adds up n numbers over all ranks; an error where a training goes on when ranks are lost.
-   n 0: only returns whether all ranks make the same steps (HPML_OK), or not (HPML_ERR_UNSUPPORTED). */
+   n 0: only returns whether all ranks make the same steps (HPML_OK), or not (HPML_ERR_UNSUPPORTED: servers do not step
+   as workers do; or values is not NULL, and ranks may be lost). */
 HPMLC_FN hpml_status hpmlc_dist_agree(void *user, hpml_trainer *t HPMLC_UNUSED, double *values, int64_t n)
 {
     hpml_distributed *d = (hpml_distributed *)user;
-    if (n == 0) return d->plan.servers > 0 ? HPML_ERR_UNSUPPORTED : HPML_OK; /* servers do not step as workers do */
+    if (n == 0 && (d->plan.servers > 0 || (values && hpmlc_goes_on(d)))) return HPML_ERR_UNSUPPORTED;
+    if (n == 0) return HPML_OK;
     if (hpmlc_failed(d->c)) return hpmlc_failure(d->c);
     if (hpmlc_goes_on(d))
         return hpmlc_fail(d->all, HPML_ERR_UNSUPPORTED, "fit: validation, .stop, .checkpoint_minutes and .resume need "
@@ -10342,8 +10366,7 @@ HPMLC_FN hpml_status hpmlc_sync_begin(hpml_distributed *d, int64_t samples, floa
 {
     hpml_status status = hpmlc_dist_pass(d, samples, loss);
     if (status != HPML_OK || d->micro < d->accumulate) return status;
-    hpmlc_buffers_copy(d, d->stats.buffers, false);
-    return hpmlc_dist_post(d, d->stats.buffers);
+    return hpmlc_dist_post(d, NULL);
 }
 
 HPMLC_FN hpml_status hpmlc_sync_gradient(hpml_distributed *d, int param)
@@ -10359,6 +10382,16 @@ HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
     hpmlc_buffers_average(d);
     hpmlc_steps_note(d);
     return hpmlc_host_apply(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d));
+}
+
+/* After micro-batches without an update, in which each rank has changed its running statistics alone: sets these to
+   their means over the ranks, weighted by samples. */
+HPMLC_FN hpml_status hpmlc_sync_finish(hpml_distributed *d)
+{
+    double all = d->stats.samples;
+    if (d->micro == 0) return HPML_OK;
+    hpml_status status = hpmlc_reduce_all(d->c, &all, 1, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
+    return status == HPML_OK && all > 0 ? hpmlc_buffers_sum(d, d->stats.samples / all) : status;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -10506,9 +10539,9 @@ HPMLC_FN int hpmlc_shard_incomplete(hpml_distributed *d, bool *open, int *left)
 HPMLC_FN bool hpmlc_slots_reserve(hpml_distributed *d, hpmlc_slots *slots, hpml_array which, int count)
 {
     const int64_t floats = count * hpmlc_sharding_of(d)->largest;
-    slots->count = count;
     slots->item  = (hpmlc_slot *)hpmlc_dist_alloc(d, sizeof *slots->item * (size_t)count);
-    for (int i = 0; slots->item && i < count; i++) slots->item[i].bucket = -1;
+    slots->count = slots->item ? count : 0;
+    for (int i = 0; i < slots->count; i++) slots->item[i].bucket = -1;
     return slots->item && hpml_trainer_reserve(d->t, which, floats, &slots->memory) == HPML_OK;
 }
 
@@ -10517,13 +10550,13 @@ HPMLC_FN bool hpmlc_shard_prepare(hpml_distributed *d)
 {
     const size_t    buckets = (size_t)d->buckets.count + 1;
     hpmlc_sharding *s       = (hpmlc_sharding *)hpmlc_dist_alloc(d, sizeof *s);
-    d->own = s;
     if (!s) return false;
     s->job   = (hpmlc_shard_job *)hpmlc_dist_alloc(d, sizeof *s->job * buckets);
     s->whole = (hpmlc_slot *)hpmlc_dist_alloc(d, sizeof *s->whole * buckets);
     int  *left = (int *)hpmlc_dist_alloc(d, sizeof(int) * (size_t)(d->layout.params + 1));
     bool *open = (bool *)hpmlc_dist_alloc(d, sizeof(bool) * buckets);
     if (!s->job || !s->whole || !left || !open) return false;
+    d->own = s;
     for (int i = 0; i < d->buckets.count; i++) s->largest = hpmlc_max(s->largest, d->buckets.item[i].floats);
     int most  = hpmlc_shard_reads(d) + 1;
     int count = hpmlc_shard_incomplete(d, open, left) + 1;
@@ -10930,8 +10963,7 @@ HPMLC_FN hpml_status hpmlc_shard_begin(hpml_distributed *d, int64_t samples, flo
     if (status != HPML_OK || d->micro < d->accumulate || s->posted) return status;
     if (d->plan.shard < 2 && d->pipeline) status = hpmlc_pipeline_join(d->pipeline);
     if (status != HPML_OK) return status;
-    hpmlc_buffers_copy(d, d->stats.buffers, false);
-    return hpmlc_dist_post(d, d->stats.buffers);
+    return hpmlc_dist_post(d, NULL);
 }
 
 /* Steps this rank's block of each bucket of parameters that was not stepped within the backward pass; waits until, with
@@ -11184,8 +11216,7 @@ HPMLC_FN hpml_status hpmlc_factors_begin(hpml_distributed *d, int64_t samples, f
         if (!f->layer[i].has_begun) status = hpmlc_factor_start(&f->layer[i]);
     if (!d->background) hpmlc_dist_waited(d, start);
     if (status != HPML_OK) return status;
-    hpmlc_buffers_copy(d, d->stats.buffers, false);
-    return hpmlc_dist_post(d, d->stats.buffers);
+    return hpmlc_dist_post(d, NULL);
 }
 
 HPMLC_FN hpml_status hpmlc_factors_update(hpml_distributed *d)
@@ -12115,7 +12146,7 @@ HPMLC_FN hpml_status hpmlc_local_update(hpml_distributed *d) { return hpmlc_weig
 
 HPMLC_FN hpml_status hpmlc_local_finish(hpml_distributed *d)
 {
-    return ((const hpmlc_weights *)d->own)->since > 0 ? hpmlc_local_meet(d) : HPML_OK;
+    return ((const hpmlc_weights *)d->own)->since > 0 || d->micro > 0 ? hpmlc_local_meet(d) : HPML_OK;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -12164,6 +12195,7 @@ HPMLC_FN hpml_status hpmlc_block_finish(hpml_distributed *d)
 {
     hpmlc_weights *own    = (hpmlc_weights *)d->own;
     hpml_status    status = own->since > 0 ? hpmlc_block_meet(d) : HPML_OK;
+    if (status == HPML_OK && d->micro > 0) status = hpmlc_weights_mean(d);
     if (status == HPML_OK && own->is_ahead) hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->centre, true);
     own->is_ahead = false;
     return status;
@@ -12201,7 +12233,7 @@ HPMLC_FN hpml_status hpmlc_elastic_update(hpml_distributed *d) { return hpmlc_we
 HPMLC_FN hpml_status hpmlc_elastic_finish(hpml_distributed *d)
 {
     const hpmlc_weights *own    = (const hpmlc_weights *)d->own;
-    hpml_status          status = own->since > 0 ? hpmlc_weights_mean(d) : HPML_OK;
+    hpml_status          status = own->since > 0 || d->micro > 0 ? hpmlc_weights_mean(d) : HPML_OK;
     if (status == HPML_OK && own->is_set) hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->centre, true);
     return status;
 }
@@ -12974,7 +13006,7 @@ HPMLC_FN hpml_status hpmlc_serve_one(hpml_distributed *d)
         own->awaited[i] = NULL;
         if (w->is_lost || w->is_open) continue;
         if (!w->is_posted) hpml_irecv(d->c, i, HPMLC_TAG_REQUEST, &w->request, sizeof w->request, &w->message);
-        w->is_posted    = true;
+        w->is_posted    = w->message.owner != NULL; /* else the receive has failed and is not in c's list */
         own->awaited[i] = &w->message;
     }
     if (d->c->survive) hpml_comm_busy(d->c, 2 * d->c->timeout); /* because workers lose a rank that is silent */
@@ -12983,13 +13015,12 @@ HPMLC_FN hpml_status hpmlc_serve_one(hpml_distributed *d)
     hpmlc_client *w = &own->client[k];
     w->is_posted = false;
     own->is_finished = false;
-    if (w->message.status == HPML_OK && w->request.kind == HPMLC_LEAVE)
-        return hpmlc_survive(d, k, HPML_ERR_PEER);
-    if (w->message.status == HPML_OK && w->request.kind == HPMLC_ROWS)
-        return hpmlc_survive(d, k, hpmlc_rows_answer(d, k));
-    w->is_open   = w->message.status == HPML_OK && w->request.kind != HPMLC_NOTE;
-    if (w->message.status == HPML_OK && w->request.kind == HPMLC_NOTE) w->epochs = w->request.epoch;
-    return hpmlc_survive(d, k, w->message.status);
+    if (w->message.status != HPML_OK) return hpmlc_survive(d, k, w->message.status);
+    if (w->request.kind == HPMLC_LEAVE) return hpmlc_survive(d, k, HPML_ERR_PEER);
+    if (w->request.kind == HPMLC_ROWS) return hpmlc_survive(d, k, hpmlc_rows_answer(d, k));
+    if (w->request.kind == HPMLC_NOTE) w->epochs = w->request.epoch;
+    w->is_open = w->request.kind != HPMLC_NOTE;
+    return HPML_OK;
 }
 
 /* Returns whether worker w has done as many steps (federated: rounds) as this server `own`. */
@@ -13020,7 +13051,6 @@ HPMLC_FN hpml_status hpmlc_serve(hpml_distributed *d, bool (*is_over)(const hpml
         if (status != HPML_OK) return status;
     }
 }
-
 
 /* Worker: sends HPMLC_LEAVE to the servers, except with .survive, where servers notice by themselves that a worker has
    left. Server: answers requests until all workers have ended. */
@@ -13577,13 +13607,9 @@ HPMLC_FN hpml_status hpmlc_hogwild_update(hpml_distributed *d)
 HPMLC_FN hpml_status hpmlc_hogwild_finish(hpml_distributed *d)
 {
     hpml_status status = hpml_barrier(d->c);
-    HPMLC_ZERO(hpml_allreduce_desc, mean);
-    mean.reduce = HPML_MEAN;
     if (status != HPML_OK) return status;
     hpmlc_hogwild_all(d, false, hpmlc_hogwild_pull);
-    hpmlc_buffers_copy(d, d->stats.buffers, false);
-    if (d->layout.buffer_total > 0) status = hpml_allreduce(d->c, d->stats.buffers, d->layout.buffer_total, &mean);
-    if (status == HPML_OK) hpmlc_buffers_copy(d, d->stats.buffers, true);
+    status = hpmlc_buffers_sum(d, 1.0 / d->c->size);
     return status == HPML_OK ? hpml_barrier(d->c) : status;
 }
 
@@ -13613,17 +13639,17 @@ static const hpmlc_strategy hpmlc_strategies[] = {
     { HPML_STRATEGY_SYNC, "exact", "exact sums cut the batch into leaves once", NULL, hpmlc_exact_is_chosen,
       hpmlc_exact_open, hpmlc_exact_begin, NULL, hpmlc_exact_update, NULL, hpmlc_exact_state, NULL },
     { HPML_STRATEGY_SYNC, "delayed", NULL, "delayed.step", hpmlc_delayed_is_chosen, hpmlc_delayed_open,
-      hpmlc_delayed_begin, hpmlc_delayed_gradient, hpmlc_delayed_update, NULL, hpmlc_delayed_state, NULL },
+      hpmlc_delayed_begin, hpmlc_delayed_gradient, hpmlc_delayed_update, hpmlc_sync_finish, hpmlc_delayed_state, NULL },
     { HPML_STRATEGY_SYNC, "shard", NULL, NULL, hpmlc_shard_is_chosen, hpmlc_shard_open, hpmlc_shard_begin,
-      hpmlc_shard_gradient, hpmlc_shard_update, NULL, hpmlc_buckets_state, hpmlc_shard_close },
+      hpmlc_shard_gradient, hpmlc_shard_update, hpmlc_sync_finish, hpmlc_buckets_state, hpmlc_shard_close },
     { HPML_STRATEGY_SYNC, "factors", NULL, NULL, hpmlc_factors_is_chosen, hpmlc_factors_open, hpmlc_factors_begin,
       hpmlc_factors_gradient, hpmlc_factors_update, NULL, hpmlc_buckets_state, hpmlc_factors_close },
     { HPML_STRATEGY_SYNC, "nodes", NULL, NULL, hpmlc_nodes_is_chosen, hpmlc_nodes_open, hpmlc_link_begin,
-      hpmlc_sync_gradient, hpmlc_nodes_update, NULL, hpmlc_nodes_state, NULL },
+      hpmlc_sync_gradient, hpmlc_nodes_update, hpmlc_sync_finish, hpmlc_nodes_state, NULL },
     { HPML_STRATEGY_SYNC, "link", NULL, NULL, hpmlc_link_is_chosen, hpmlc_link_open, hpmlc_link_begin,
-      hpmlc_sync_gradient, hpmlc_link_update, NULL, hpmlc_link_state, NULL },
+      hpmlc_sync_gradient, hpmlc_link_update, hpmlc_sync_finish, hpmlc_link_state, NULL },
     { HPML_STRATEGY_SYNC, "sync", NULL, NULL, NULL, hpmlc_sync_open, hpmlc_sync_begin, hpmlc_sync_gradient,
-      hpmlc_sync_update, NULL, hpmlc_buckets_state, NULL },
+      hpmlc_sync_update, hpmlc_sync_finish, hpmlc_buckets_state, NULL },
     { HPML_STRATEGY_LOCAL, "local", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open, hpmlc_weights_begin, NULL,
       hpmlc_local_update, hpmlc_local_finish, hpmlc_weights_state, NULL },
     { HPML_STRATEGY_BLOCK, "block", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open_centre, hpmlc_weights_begin, NULL,
@@ -13847,7 +13873,8 @@ HPMLC_FN void hpmlc_dist_close(hpml_distributed *d)
 {
     void *older;
     if (d->strategy->close) d->strategy->close(d);
-    if (d->pipeline) hpmlc_pipeline_close(d);
+    if (d->pipeline) hpml_trainer_detach(d->t, d->pipeline);
+    hpml_ctx_release(d->ctx, d->pipeline);
     for (int i = 0; i < d->buckets.count; i++) {
         hpml_exchange_free(d->buckets.item[i].x);
         hpml_exchange_free(d->buckets.item[i].warm);
@@ -15385,6 +15412,8 @@ typedef struct hpmlc_edge { /* a tensor that piece `from` computes and piece `to
     int32_t      from, to;
     bool         has_grad; /* piece `to` computes a gradient of the tensor */
     bool         first;    /* true: its gradient comes first: those of the tensor's other edges are added to it */
+    int          turns, turn; /* INTERLEAVED, if pieces are between: the number of copies, the next copy; else 0 */
+    char        *copy;     /* (turns, bytes) gradients in flight, because a slot of `to` is used again before `from` */
 } hpmlc_edge;
 
 typedef struct hpmlc_tied { int32_t param, stage; } hpmlc_tied; /* a parameter of several stages; one of these stages */
@@ -15414,12 +15443,11 @@ struct hpmlc_pipeline {
     int32_t           pieces;
     int32_t          *cut;     /* (pieces + 1) the op at which each piece begins */
     int64_t           rows;    /* samples of a micro-batch, but for the last one */
-    int32_t           slots;   /* sets of activations that this rank has */
+    int32_t           slots;   /* sets of activations that this rank has, and then the most copies that an edge has */
     hpmlc_edge       *edge;
     int32_t           edges;
     float            *scratch; /* memory for a received gradient until it is added to another one */
-    hpml_message     *sent;    /* (slots, edges, 2) sends of values and gradients that may be in flight */
-    bool             *flying;  /* (slots, edges, 2) whether the send in .sent is in flight */
+    hpml_message     *sent;    /* (slots, edges, 2) sends of values and gradients; .owner NULL: not begun */
     int64_t          *samples; /* (slots) */
     hpmlc_tied       *tied;    /* parameters that several stages read, sorted by number, then stage */
     int32_t           ties;
@@ -15442,6 +15470,7 @@ typedef struct hpmlc_pass { /* a call of the trainer's hook `pass`: samples [fir
     float    grad_scale;
     bool     accumulate, train;
     bool     last;    /* true: the trainer updates after these samples */
+    bool     flows;   /* true: a step of STASH or VERTICAL, which leaves other micro-batches in flight */
     int32_t  micro;   /* into how many micro-batches of the pipeline .samples are divided */
     double   loss;    /* mean loss of the samples, on the stage that computes the loss */
 } hpmlc_pass;
@@ -15601,22 +15630,20 @@ HPMLC_FN bool hpmlc_pipeline_parts(hpmlc_pipeline *pl)
 // ---------------------------------------------------------------------------------------------------------------------
 HPMLC_FN int hpmlc_piece_rank(const hpmlc_pipeline *pl, int piece) { return piece % pl->desc.stages; }
 
-/* Returns whether the pass is a step of STASH or VERTICAL, which leaves other micro-batches in flight. */
-HPMLC_FN bool hpmlc_pass_flows(const hpmlc_pipeline *pl, const hpmlc_pass *pass)
-{
-    return pass->train && hpmlc_pipe_stashes(pl->desc.kind);
-}
-
-/* Sends the tensor of edge i (a tensor that one piece computes and another one reads), from the memory of a slot: its
-   values or, if `back`, its gradient. Returns while the message is in flight. */
+/* Sends the tensor of edge i (a tensor that one piece computes and another one reads), from the memory of a slot or
+   from a copy: its values or, if `back`, its gradient. Returns while the message is in flight. */
 HPMLC_FN hpml_status hpmlc_edge_send(hpmlc_pipeline *pl, int slot, int i, bool back)
 {
-    const hpmlc_edge *e  = &pl->edge[i];
-    size_t            at = ((size_t)slot * (size_t)pl->edges + (size_t)i) * 2 + back, bytes;
-    const void       *data = back ? e->tensor->raw_grad : e->tensor->raw;
-    bytes = hpmlc_edge_bytes(e, pl->samples[slot]);
+    hpmlc_edge  *e      = &pl->edge[i];
+    const bool   copies = back && e->copy;
+    const int    from   = copies ? pl->slots - 1 - e->turn : slot;
+    const size_t bytes  = hpmlc_edge_bytes(e, pl->samples[slot]), most = hpmlc_edge_bytes(e, pl->rows);
+    const size_t at     = ((size_t)from * (size_t)pl->edges + (size_t)i) * 2 + back;
+    const void  *data   = back ? e->tensor->raw_grad : e->tensor->raw;
     if (bytes == 0) return HPML_OK;
-    pl->flying[at] = true;
+    if (copies && pl->sent[at].owner && hpml_wait(pl->c, &pl->sent[at]) != HPML_OK) return hpmlc_failure(pl->c);
+    if (copies) data = memcpy(e->copy + (size_t)e->turn * most, data, bytes);
+    if (copies) e->turn = (e->turn + 1) % e->turns;
     return hpml_isend(pl->c, hpmlc_piece_rank(pl, back ? e->from : e->to), 2 * i + back, data, bytes, &pl->sent[at]);
 }
 
@@ -15625,12 +15652,8 @@ HPMLC_FN hpml_status hpmlc_slot_wait(hpmlc_pipeline *pl, int slot)
 {
     size_t      at = (size_t)slot * (size_t)pl->edges * 2, end = at + (size_t)pl->edges * 2;
     hpml_status status = HPML_OK;
-    for (; at < end; at++) {
-        if (!pl->flying[at]) continue;
-        hpml_status own = hpml_wait(pl->c, &pl->sent[at]);
-        pl->flying[at]  = false;
-        if (status == HPML_OK) status = own;
-    }
+    for (; at < end && status == HPML_OK; at++)
+        if (pl->sent[at].owner) status = hpml_wait(pl->c, &pl->sent[at]);
     return status;
 }
 
@@ -15719,7 +15742,7 @@ HPMLC_FN void hpmlc_norms_step(hpmlc_pipeline *pl, bool begin)
 
 HPMLC_FN hpml_status hpmlc_task_forward(hpmlc_pipeline *pl, hpmlc_pass *pass, const hpml_pipe_task *task)
 {
-    int64_t     at = hpmlc_pass_flows(pl, pass) ? 0 : hpmlc_min(task->micro * pl->rows, pass->samples);
+    int64_t     at = pass->flows ? 0 : hpmlc_min(task->micro * pl->rows, pass->samples);
     int64_t     samples = hpmlc_min(pl->rows, pass->samples - at);
     bool        defers  = pass->train && pass->micro > 1;
     float       loss    = 0;
@@ -15744,7 +15767,7 @@ HPMLC_FN hpml_status hpmlc_task_forward(hpmlc_pipeline *pl, hpmlc_pass *pass, co
    may run, because it only reads the gradients of inputs. */
 HPMLC_FN hpml_status hpmlc_task_backward(hpmlc_pipeline *pl, const hpmlc_pass *pass, const hpml_pipe_task *task)
 {
-    const bool  flows = hpmlc_pass_flows(pl, pass), weights = task->work == HPML_PIPE_BACKWARD_WEIGHTS;
+    const bool  flows = pass->flows, weights = task->work == HPML_PIPE_BACKWARD_WEIGHTS;
     hpml_half   half  = weights ? HPML_HALF_WEIGHTS : HPML_HALF_BOTH;
     int64_t     samples = pl->samples[task->slot];
     bool        adds = pass->accumulate || (!flows && task->micro > 0 && pl->d->plan.shard < 2);
@@ -15833,18 +15856,12 @@ HPMLC_FN hpml_status hpmlc_stash_mean(hpmlc_pipeline *pl)
 {
     hpml_distributed   *d = pl->d;
     const hpmlc_layout *l = &d->layout;
-    const int64_t       n = l->buffer_total;
     hpml_status         status;
     if (d->c->size == 1) return HPML_OK;
     for (int64_t k = 0; k < l->span && !d->plan.sum; k++) l->first[k] *= (float)pl->share;
     if (d->plan.shard > 0) status = hpmlc_shard_blocks(d, false);
     else status = hpmlc_reduce_all(d->c, l->first, l->span, HPML_ELEMENT_F32, HPML_SUM, d->plan.algorithm);
-    if (n == 0 || status != HPML_OK) return status;
-    hpmlc_buffers_copy(d, d->stats.buffers, false);
-    for (int64_t k = 0; k < n; k++) d->stats.buffers[k] *= (float)pl->share;
-    status = hpmlc_reduce_all(d->c, d->stats.buffers, n, HPML_ELEMENT_F32, HPML_SUM, HPML_AUTO);
-    hpmlc_buffers_copy(d, d->stats.buffers, true);
-    return status;
+    return status == HPML_OK ? hpmlc_buffers_sum(d, pl->share) : status;
 }
 
 /* Copies the newest weights to the stash, then updates the newest weights with the gradient of micro-batch `micro`. The
@@ -15954,10 +15971,11 @@ HPMLC_FN hpml_status hpmlc_pipeline_pass(void *user, hpml_trainer *t, const hpml
     const int64_t   full  = pl->d->plan.shard > 1 ? pl->d->plan.micro : 1; /* least micro-batches, equal on all ranks */
     const int64_t   micro = hpmlc_max(full, (samples + pl->rows - 1) / pl->rows);
     hpmlc_pass      pass = { first, samples, grad_scale, accumulate, at->pass != HPML_PASS_EVALUATE,
-                             at->batch + 1 >= at->batches, (int32_t)micro, 0 };
+                             at->batch + 1 >= at->batches, false, (int32_t)micro, 0 };
     hpml_status     status;
     HPMLC_ZERO(hpmlc_outcome, out);
-    if (pass.train && hpmlc_pipe_stashes(pl->desc.kind)) {
+    pass.flows = pass.train && hpmlc_pipe_stashes(pl->desc.kind);
+    if (pass.flows) {
         if (pl->walk.forwards == 0) hpmlc_stash_begin(pl);
         status = hpmlc_stash_tasks(pl, &pass, false);
         out    = pl->last;
@@ -15990,7 +16008,7 @@ HPMLC_FN hpml_status hpmlc_stash_step(void *user, hpml_trainer *t HPMLC_UNUSED, 
    Collective over the stages. */
 HPMLC_FN hpml_status hpmlc_pipeline_drain(hpmlc_pipeline *pl)
 {
-    hpmlc_pass  pass   = { 0, 0, 1, false, true, false, 1, 0 };
+    hpmlc_pass  pass   = { 0, 0, 1, false, true, false, true, 1, 0 };
     hpml_status status = HPML_OK;
     if (!hpmlc_pipe_stashes(pl->desc.kind) || pl->walk.forwards == 0) return HPML_OK;
     pl->walk.total = pl->walk.micro = pl->walk.forwards;
@@ -16034,22 +16052,25 @@ HPMLC_FN hpml_status hpmlc_pipeline_join(hpmlc_pipeline *pl)
    known. False: out of memory. */
 HPMLC_FN bool hpmlc_pipeline_arrays(hpmlc_pipeline *pl)
 {
-    hpml_distributed *d     = pl->d;
-    const size_t      sends = (size_t)pl->slots * (size_t)pl->edges * 2;
-    size_t            most  = sizeof(float);
+    hpml_distributed *d    = pl->d;
+    int64_t           most = sizeof(float), turns = 0;
     for (int i = 0; i < pl->edges; i++) {
-        size_t bytes = hpmlc_edge_bytes(&pl->edge[i], pl->rows);
-        if (bytes > most) most = bytes;
+        hpmlc_edge   *e     = &pl->edge[i];
+        const int64_t bytes = (int64_t)hpmlc_edge_bytes(e, pl->rows);
+        most = hpmlc_max(most, bytes);
+        if (pl->desc.kind != HPML_PIPE_INTERLEAVED || !e->has_grad || e->to == e->from + 1) continue;
+        e->turns = hpml_pipe_slots(&pl->desc, hpmlc_piece_rank(pl, e->from), e->from / pl->desc.stages);
+        e->copy  = (char *)hpmlc_dist_alloc(d, (size_t)(bytes * e->turns));
+        if (!e->copy) return false;
+        turns = hpmlc_max(turns, e->turns);
     }
-    for (int i = 0; i < pl->ties; i++) {
-        size_t bytes = (size_t)hpml_tensor_count(hpml_param_at(pl->ctx, pl->tied[i].param)) * sizeof(float);
-        if (bytes > most) most = bytes;
-    }
-    pl->scratch = (float *)hpmlc_dist_alloc(d, most);
-    pl->sent    = (hpml_message *)hpmlc_dist_alloc(d, sizeof *pl->sent * (sends + 1));
-    pl->flying  = (bool *)hpmlc_dist_alloc(d, sizeof *pl->flying * (sends + 1));
+    for (int i = 0; i < pl->ties; i++)
+        most = hpmlc_max(most, hpml_tensor_count(hpml_param_at(pl->ctx, pl->tied[i].param)) * (int64_t)sizeof(float));
+    pl->slots += (int32_t)turns;
+    pl->scratch = (float *)hpmlc_dist_alloc(d, (size_t)most);
+    pl->sent    = (hpml_message *)hpmlc_dist_alloc(d, sizeof *pl->sent * (size_t)(pl->slots * (2ll * pl->edges + 1)));
     pl->samples = (int64_t *)hpmlc_dist_alloc(d, sizeof *pl->samples * (size_t)pl->slots);
-    return pl->scratch && pl->sent && pl->flying && pl->samples;
+    return pl->scratch && pl->sent && pl->samples;
 }
 
 /* Lists in pl->norm the batchnorms of this rank's pieces that update running statistics. False: out of memory. */
@@ -16072,11 +16093,21 @@ HPMLC_FN bool hpmlc_norms_open(hpmlc_pipeline *pl)
     return pl->norm != NULL;
 }
 
+/* Ends the sends that are in flight, because their memory is freed next: those that no stage will receive, after an
+   error or, as STASH and VERTICAL leave them, when all stages have come to the end of the training. */
+HPMLC_FN void hpmlc_pipeline_destroy(void *object)
+{
+    hpmlc_pipeline *pl = (hpmlc_pipeline *)object;
+    if (pl->walk.forwards > 0 && hpml_ctx_status(pl->ctx) == HPML_OK) hpml_barrier(pl->c);
+    for (size_t at = 0; pl->sent && at < (size_t)pl->slots * (size_t)pl->edges * 2; at++)
+        if (pl->sent[at].owner && !hpmlc_done(&pl->sent[at])) pl->c->t->abandon(pl->c, &pl->sent[at]);
+}
+
 /* Cuts the trainer's graph into the stages of a pipeline, before the memory of the graph is allocated. False: an error
    on the context. */
 HPMLC_FN bool hpmlc_pipeline_open(hpml_distributed *d)
 {
-    hpmlc_pipeline *pl = (hpmlc_pipeline *)hpmlc_dist_alloc(d, sizeof *pl);
+    hpmlc_pipeline *pl = (hpmlc_pipeline *)hpml_ctx_alloc(d->ctx, sizeof *pl, hpmlc_pipeline_destroy);
     if (!pl) return false;
     const int64_t batch = hpml_trainer_settings(d->t)->input->shape[0];
     d->pipeline     = pl;
@@ -16132,14 +16163,6 @@ HPMLC_FN bool hpmlc_pipeline_attach(hpmlc_pipeline *pl)
         if (!pl->own || !pl->stash) return false;
     }
     return hpml_trainer_attach(pl->t, &hooks) == HPML_OK;
-}
-
-/* Waits for the sends that are in flight, and detaches the pipeline's hooks from the trainer. */
-HPMLC_FN void hpmlc_pipeline_close(hpml_distributed *d)
-{
-    hpmlc_pipeline *pl = d->pipeline;
-    for (int s = 0; pl->flying && s < pl->slots; s++) hpmlc_slot_wait(pl, s);
-    hpml_trainer_detach(pl->t, pl);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -18403,15 +18426,15 @@ typedef enum hpmlc_act_kind { /* words after a point are fields of hpmlc_act */
     HPMLC_ACT_SEND, HPMLC_ACT_RECEIVE, /* .n bytes to, or from, the rank at position .peer of .group */
     HPMLC_ACT_COLLECT, /* takes part in the collective .collective of the ranks of .group */
     HPMLC_ACT_POST,    /* lets the background .by begin its next job */
-    HPMLC_ACT_WAIT,    /* waits for job number .peer of this step of the background .by */
+    HPMLC_ACT_WAIT,    /* waits for job number .peer, of the step .ahead of this one, of the background .by */
     HPMLC_ACT_LISTEN, HPMLC_ACT_TAKE, HPMLC_ACT_ANSWER, /* of servers: see >>play-servers */
     HPMLC_ACT_END      /* ends the step; in the background's list: ends the job */
 } hpmlc_act_kind;
 
 typedef enum hpmlc_collective { /* words after a point are fields of hpmlc_act */
     HPMLC_ALLREDUCE, HPMLC_REDUCE_SCATTER, HPMLC_ALLGATHER, HPMLC_BROADCAST, /* .n elements of .size bytes */
-    HPMLC_STRIPES,     /* all to all: each rank sends another block, .n bytes or block .blocks, to each other rank */
-    HPMLC_SUMS,        /* each rank sends its own block, .n bytes or block .blocks, to all other ranks */
+    HPMLC_STRIPES,     /* all to all: each rank sends to each other rank that one's block (.blocks, or .n bytes) */
+    HPMLC_SUMS,        /* each rank sends its own block (.blocks, or .n bytes) to all other ranks */
     HPMLC_MIX,         /* hpml_mix: each rank sends .n bytes to its neighbours in the hpml_topology .peer */
     HPMLC_PASSES,      /* in each of .peer rounds each rank sends .n bytes to the next one */
     HPMLC_SHIFTS       /* a sum of few numbers: in round r each rank sends .n bytes to the rank 2^r on */
@@ -18657,6 +18680,7 @@ HPMLC_FN void hpmlc_play_set(hpmlc_play *y, int a, int group, int to, int from, 
    HPMLC_STRIPES on have no phases; hpmlc_collect_move makes their rounds. */
 HPMLC_FN void hpmlc_collect_begin(hpmlc_play *y, int a, const hpmlc_act *act)
 {
+    static const hpmlc_kind *const single[] = { NULL, &hpmlc_ring_scatter, &hpmlc_ring_gather, &hpmlc_tree_down };
     hpml_comm      *c  = &y->actor[a].layout[act->group]->c;
     const int       me = y->actor[a].place[act->group];
     hpml_algorithm  algorithm = act->algorithm;
@@ -18666,13 +18690,8 @@ HPMLC_FN void hpmlc_collect_begin(hpmlc_play *y, int a, const hpmlc_act *act)
         if (algorithm == HPML_AUTO) algorithm = hpml_comm_choose(c, act->n * (int64_t)act->size);
         if (algorithm == HPML_ALGORITHM_NONE) y->net.failed = true;
         hpmlc_phases_make(&all, algorithm, c->size, c->per_node, c->spread, me, act->n);
-    }
-    if (act->collective == HPMLC_REDUCE_SCATTER)
-        hpmlc_phases_single(&all, &hpmlc_ring_scatter, c->size, me, 0, act->n);
-    if (act->collective == HPMLC_ALLGATHER)
-        hpmlc_phases_single(&all, &hpmlc_ring_gather, c->size, me, 0, act->n);
-    if (act->collective == HPMLC_BROADCAST)
-        hpmlc_phases_single(&all, &hpmlc_tree_down, c->size, me, act->peer, act->n);
+    } else if (act->collective <= HPMLC_BROADCAST) /* .peer is 0 but for the root of a broadcast */
+        hpmlc_phases_single(&all, single[act->collective], c->size, me, act->peer, act->n);
     if (act->collective == HPMLC_MIX && act->peer == HPML_TOPOLOGY_PAIRS)
         y->actor[a].partner = hpmlc_partner(c->size, y->seed, y->actor[a].step + 1, me);
     hpmlc_sim_set_phases(&y->net, a, &all);
@@ -18954,8 +18973,8 @@ HPMLC_FN void hpmlc_actor_waited(hpmlc_play *y, int a, const hpmlc_act *act, dou
     actor->link[far] += act->term == HPML_TERM_BUBBLE ? 0 : seconds;
 }
 
-/* Act WAIT of own thread a: true if the background has ended job number act->peer of this step; the thread's clock is
-   then at least the job's end. False: it has not, and a becomes idle until it has. */
+/* Act WAIT of own thread a: true if the job that it waits for has ended; the thread's clock is then at least the job's
+   end. False: it has not, and a becomes idle until it has. */
 HPMLC_FN bool hpmlc_job_over(hpmlc_play *y, int a, const hpmlc_act *act)
 {
     const int         by = hpmlc_actor_of(y, a, act->by);
@@ -19039,7 +19058,7 @@ HPMLC_FN bool hpmlc_act_is_drawn(const hpmlc_play *y, int a, const hpmlc_act *ac
 }
 
 /* Performs the acts of actor a until one sends or receives a message, which becomes the actor's current move. False:
-   the actor's acts are over, or it waits for the other actor of its rank, or it listens. */
+   the actor's acts are over, or it waits for another actor of its rank, or it listens. */
 HPMLC_FN bool hpmlc_play_move(hpmlc_sim *s, int a)
 {
     hpmlc_play      *y = hpmlc_play_of(s);
@@ -19094,7 +19113,7 @@ HPMLC_FN bool hpmlc_play_move(hpmlc_sim *s, int a)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>program   the programs of a plan's ranks: layers, buckets, pipeline tasks
+// >>program   the programs of a plan's ranks: facts of layers, acts, jobs
 // ---------------------------------------------------------------------------------------------------------------------
 /* What ranks do in a step of hpml_distribute, as acts: a program for each stage of the pipeline and for each server. */
 
@@ -19115,9 +19134,11 @@ typedef struct hpmlc_maker {
     int64_t                *floats;   /* (layers) for each bucket: the floats of its gradients */
     int                     buckets, posted, stepped; /* buckets of a step: all; posted; updated by optimizer */
     int                     stats;    /* number of the job that adds up losses; -1: not posted in this step */
-    int                     slot[2], slot_job[2], used[2], clock; /* shard 3: the bucket whose values each slot has,
-                                         -1: none; the job that gathers them; .clock at the slot's last use; count of
-                                         layers that have needed a bucket */
+    int                     slot[2], slot_job[2], used[2]; /* shard 3: the bucket whose values each slot has, -1: none;
+                                         the job that gathers them; .clock at the slot's last use */
+    int                     gradient[2], sent[2]; /* shard 2, 3: the bucket whose gradients each slot has, -1: none;
+                                         .clock when their exchange was posted, 0: it was not */
+    int                     clock;    /* count of uses of slots */
 } hpmlc_maker;
 
 HPMLC_FN int64_t hpmlc_layer_part(const hpmlc_maker *k, int i) /* parameters of layer i on a rank that has the layer */
@@ -19210,8 +19231,10 @@ HPMLC_FN hpmlc_acts *hpmlc_background_list(const hpmlc_maker *k, int group) /* o
     return &k->background[group == HPMLC_GROUP_EXPERTS ? HPMLC_EXPERTS : HPMLC_BACKGROUND];
 }
 
+HPMLC_FN int hpmlc_job_code(int number, hpmlc_list by) { return HPMLC_OWN * number + (int)by; } /* names a job */
+
 /* Makes a job of the acts added since its last job to the list of the background for `group`, and adds to the own
-   thread's list the act that posts the job. Returns the job: HPMLC_OWN * its number in the step + its background. */
+   thread's list the act that posts the job. Returns the job by its hpmlc_job_code. */
 HPMLC_FN int hpmlc_job_add(const hpmlc_maker *k, int group)
 {
     hpmlc_acts      *acts = hpmlc_background_list(k, group);
@@ -19219,7 +19242,7 @@ HPMLC_FN int hpmlc_job_add(const hpmlc_maker *k, int group)
     hpmlc_act_add(acts, HPMLC_ACT_END, 0, HPML_TERM_DATA);
     hpmlc_act *act = hpmlc_act_add(k->own, HPMLC_ACT_POST, 0, HPML_TERM_DATA);
     if (act) act->by = by;
-    return HPMLC_OWN * (acts->jobs - 1) + (int)by;
+    return hpmlc_job_code(acts->jobs - 1, by);
 }
 
 HPMLC_FN void hpmlc_await_add(const hpmlc_maker *k, int job)
@@ -19234,9 +19257,12 @@ HPMLC_FN void hpmlc_await_add(const hpmlc_maker *k, int job)
 HPMLC_FN void hpmlc_await_all(const hpmlc_maker *k) /* adds waits for the last job of each background */
 {
     for (int by = 0; by < HPMLC_OWN; by++)
-        if (k->background[by].jobs > 0) hpmlc_await_add(k, HPMLC_OWN * (k->background[by].jobs - 1) + by);
+        if (k->background[by].jobs > 0) hpmlc_await_add(k, hpmlc_job_code(k->background[by].jobs - 1, (hpmlc_list)by));
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>program-exchange   the programs of a plan's ranks: exchanges of gradients and values
+// ---------------------------------------------------------------------------------------------------------------------
 HPMLC_FN bool hpmlc_exchanges(const hpmlc_maker *k) /* true: in each step several ranks average gradients */
 {
     return k->p->strategy == HPML_STRATEGY_SYNC && !k->p->exact && hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS) > 1;
@@ -19282,6 +19308,9 @@ HPMLC_FN bool hpmlc_packed_add(const hpmlc_maker *k, int i, int64_t *block)
     return true;
 }
 
+/* Returns whether each exchange is awaited where it begins, because it runs in the rank's own thread. */
+HPMLC_FN bool hpmlc_waits_at_once(const hpmlc_maker *k) { return k->p->shard > 1 && k->p->no_overlap; }
+
 /* Adds the job that exchanges the gradients of bucket b: with plan.shard their reduce-scatter, else their allreduce or,
    with a codec, the exchange of packed gradients. */
 HPMLC_FN void hpmlc_bucket_add(hpmlc_maker *k, int b)
@@ -19307,6 +19336,9 @@ HPMLC_FN void hpmlc_bucket_add(hpmlc_maker *k, int b)
     if (packed && whole) hpmlc_allreduce_add(k, acts, group, 1, sizeof(int64_t), HPML_TERM_DATA);
     if (plain > 0) hpmlc_allreduce_add(k, acts, group, plain, sizeof(float), HPML_TERM_DATA);
     k->job[b] = hpmlc_job_add(k, group);
+    if (hpmlc_waits_at_once(k)) hpmlc_await_add(k, k->job[b]);
+    for (int s = 0; s < 2; s++)
+        if (k->gradient[s] == b) k->sent[s] = ++k->clock;
 }
 
 HPMLC_FN void hpmlc_stats_add(hpmlc_maker *k)
@@ -19345,7 +19377,8 @@ HPMLC_FN void hpmlc_shard_steps_add(hpmlc_maker *k, int to)
         hpmlc_compute_add(k, hpmlc_update_seconds(k, (double)n / hpmlc_group_size(k->y, group)), HPML_TERM_UPDATE);
         if (k->p->shard == 3) continue;
         hpmlc_collect_add(k, hpmlc_background_list(k, group), group, HPMLC_ALLGATHER, n, sizeof(float), HPML_TERM_DATA);
-        hpmlc_job_add(k, group);
+        const int job = hpmlc_job_add(k, group);
+        if (hpmlc_waits_at_once(k)) hpmlc_await_add(k, job);
     }
 }
 
@@ -19390,13 +19423,24 @@ HPMLC_FN void hpmlc_factors_multiply_add(hpmlc_maker *k)
     }
 }
 
-/* Adds the acts that follow when the backward pass has made the gradient of layer i final: exchanges of buckets that
-   are complete now and, if hpmlc_steps_early, the optimizer's steps for the buckets before. */
+/* Counts, for each bucket, how many of its gradients are not yet final: all. */
+HPMLC_FN void hpmlc_left_reset(hpmlc_maker *k)
+{
+    for (int b = 0; b < k->buckets; b++) k->left[b] = 0;
+    for (int i = 0; i < k->f->layers; i++)
+        if (k->bucket[i] >= 0) k->left[k->bucket[i]]++;
+    k->posted = 0;
+}
+
+/* Adds the acts that follow when a backward pass has made the gradient of layer i final: exchanges of buckets that are
+   complete now and, if hpmlc_steps_early, the optimizer's steps for the buckets before. With shard 2 and 3 each
+   micro-batch of a pipeline has its own exchanges. */
 HPMLC_FN void hpmlc_gradient_add(hpmlc_maker *k, int i)
 {
     if (!hpmlc_exchanges(k)) return;
     if (hpmlc_sends_factors(k, i) && !k->p->no_overlap) hpmlc_factors_gather_add(k, i);
     if (k->bucket[i] < 0) return;
+    if (k->p->shard > 1 && k->posted == k->buckets) hpmlc_left_reset(k);
     k->left[k->bucket[i]]--;
     if (k->p->delayed || (k->p->no_overlap && k->p->shard < 2)) return;
     if (hpmlc_steps_early(k) && k->stats < 0) hpmlc_stats_add(k);
@@ -19417,6 +19461,7 @@ HPMLC_FN int hpmlc_fetch_add(hpmlc_maker *k, int b, int keep)
         if (k->slot[s] == b) return s;
     if (k->buckets == 1) slot = 0;
     if (keep >= 0 && k->slot[slot] == keep) slot = !slot;
+    hpmlc_await_add(k, k->slot_job[slot]);
     k->slot[slot] = b;
     k->used[slot] = k->clock;
     const int group = hpmlc_bucket_group(k, b);
@@ -19426,25 +19471,45 @@ HPMLC_FN int hpmlc_fetch_add(hpmlc_maker *k, int b, int keep)
     return slot;
 }
 
-/* With shard 3, before layer i computes: adds the job that gathers its bucket's values, then that of the next bucket in
-   the direction `step` (1 forward, -1 backward), and awaits the first job. In the backward pass the gradients of bucket
-   b take the memory of those of bucket b - 2, whose exchange is therefore awaited, too. */
+/* Gives the gradients of bucket b a slot before the backward pass adds to them: its slot of the micro-batch before, or
+   a free one, or the one whose exchange was posted first; that exchange is awaited. */
+HPMLC_FN void hpmlc_gradient_slot_add(hpmlc_maker *k, int b)
+{
+    int slot = -1;
+    for (int s = 0; s < 2 && s < k->buckets; s++) {
+        const bool incomplete = k->gradient[s] >= 0 && k->sent[s] == 0;
+        if (incomplete && k->gradient[s] == b) return;
+        if (!incomplete && (slot < 0 || k->gradient[s] == b || (k->gradient[slot] != b && k->sent[s] < k->sent[slot])))
+            slot = s;
+    }
+    if (slot < 0) return;
+    if (k->gradient[slot] >= 0) hpmlc_await_add(k, k->job[k->gradient[slot]]);
+    k->gradient[slot] = b;
+    k->sent[slot]     = 0;
+}
+
+/* With shard 2 and 3, before layer i computes: with 3 adds the job that gathers its bucket's values, then that of the
+   next bucket in the direction `step` (1 forward, -1 backward), and awaits the first job; in the backward pass gives
+   the bucket's gradients a slot. */
 HPMLC_FN void hpmlc_need_add(hpmlc_maker *k, int i, int step)
 {
     const int b = k->bucket[i];
-    if (k->p->shard < 3 || !hpmlc_exchanges(k) || b < 0) return;
+    if (k->p->shard < 2 || !hpmlc_exchanges(k) || b < 0) return;
     k->clock++;
-    const int slot = hpmlc_fetch_add(k, b, -1);
+    const int slot = k->p->shard > 2 ? hpmlc_fetch_add(k, b, -1) : 0;
     k->used[slot] = k->clock;
-    for (int j = i + step; j >= 0 && j < k->f->layers && !k->p->no_overlap; j += step) {
+    for (int j = i + step; j >= 0 && j < k->f->layers && k->p->shard > 2 && !k->p->no_overlap; j += step) {
         if (k->bucket[j] < 0 || k->bucket[j] == b) continue;
         hpmlc_fetch_add(k, k->bucket[j], b);
         break;
     }
-    hpmlc_await_add(k, k->slot_job[slot]);
-    if (step < 0 && b > 1) hpmlc_await_add(k, k->job[b - 2]);
+    if (k->p->shard > 2) hpmlc_await_add(k, k->slot_job[slot]);
+    if (step < 0) hpmlc_gradient_slot_add(k, b);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>program-step   the programs of a plan's ranks: layers, pipeline tasks, whole steps by strategy
+// ---------------------------------------------------------------------------------------------------------------------
 /* Adds the collectives of a layer's forward or, if `back`, backward pass along the axes sequence and expert. */
 HPMLC_FN void hpmlc_layer_exchange_add(const hpmlc_maker *k, const hpml_layer_facts *l, int64_t samples, bool back)
 {
@@ -19473,7 +19538,7 @@ HPMLC_FN void hpmlc_layer_add(hpmlc_maker *k, int i, int64_t samples, bool back,
 }
 
 /* Adds a task of a pipeline stage: receive its input, compute its layers, send the result. final: the task belongs to
-   the step's last micro-batch, after which the gradients of its layers are final. */
+   the step's last micro-batch, after which its layers' gradients are final, or to one with exchanges of its own. */
 HPMLC_FN void hpmlc_task_add(hpmlc_maker *k, const hpml_pipe_task *t, int64_t samples, bool final)
 {
     const int     p = k->p->pipe, first = k->cut[t->piece], end = k->cut[t->piece + 1];
@@ -19514,21 +19579,20 @@ HPMLC_FN void hpmlc_pass_add(hpmlc_maker *k) /* adds the forward and backward pa
     hpmlc_pipe_begin(&walk, &d, k->stage);
     while (hpmlc_pipe_next(&walk, &task)) {
         const int64_t at = task.micro * k->rows;
-        hpmlc_task_add(k, &task, hpmlc_min(k->rows, k->samples - at), task.micro + 1 == d.micro);
+        hpmlc_task_add(k, &task, hpmlc_min(k->rows, k->samples - at), task.micro + 1 == d.micro || p->shard > 1);
     }
     hpmlc_act *loss = hpmlc_collect_add(k, k->own, HPML_AXIS_PIPE, HPMLC_BROADCAST, sizeof(hpmlc_outcome), 1,
                                         HPML_TERM_BUBBLE);
     if (loss) loss->peer = p->pipe - 1;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// >>program-step   the programs of a plan's ranks: whole steps, by strategy
-// ---------------------------------------------------------------------------------------------------------------------
-HPMLC_FN double hpmlc_stage_floats(const hpmlc_maker *k) /* floats of a rank's parameters on stage k->stage */
+/* Returns the floats of a rank's parameters on stage k->stage; shards: of its shares of them, as with plan.shard. */
+HPMLC_FN double hpmlc_stage_floats(const hpmlc_maker *k, bool shards)
 {
     double floats = 0;
     for (int q = k->stage; q < k->pieces; q += k->y->size[HPML_AXIS_PIPE])
-        for (int i = k->cut[q]; i < k->cut[q + 1]; i++) floats += (double)hpmlc_layer_floats(k, i);
+        for (int i = k->cut[q]; i < k->cut[q + 1]; i++)
+            floats += (double)hpmlc_layer_floats(k, i) / (shards ? hpmlc_group_size(k->y, hpmlc_layer_group(k, i)) : 1);
     return floats;
 }
 
@@ -19543,8 +19607,10 @@ HPMLC_FN void hpmlc_buckets_cut(hpmlc_maker *k)
     k->posted  = 0;
     k->stepped = 0;
     k->stats   = -1;
-    k->slot[0] = k->slot[1] = -1;
-    k->used[0] = k->used[1] = 0;
+    for (int s = 0; s < 2; s++) {
+        k->slot[s] = k->gradient[s] = k->slot_job[s] = -1;
+        k->used[s] = k->sent[s] = 0;
+    }
     for (int i = k->f->layers - 1; i >= 0; i--) {
         const hpml_layer_facts *l = &k->f->layer[i];
         const int64_t           n = hpmlc_layer_floats(k, i);
@@ -19578,14 +19644,14 @@ HPMLC_FN void hpmlc_sync_add(hpmlc_maker *k)
     for (int i = k->f->layers - 1; i >= 0 && k->p->no_overlap; i--)
         if (hpmlc_sends_factors(k, i)) hpmlc_factors_gather_add(k, i);
     const int before = own->count;
-    if (delayed) hpmlc_await_add(k, HPMLC_OWN * k->buckets + HPMLC_BACKGROUND); /* the last job: the sum of losses */
+    if (delayed) hpmlc_await_add(k, hpmlc_job_code(k->buckets, HPMLC_BACKGROUND)); /* the sum of losses, the last job */
     if (exchanges) hpmlc_posts_add(k);
     if (exchanges && k->stats < 0) hpmlc_stats_add(k);
     hpmlc_factors_multiply_add(k);
     if (!delayed) hpmlc_await_all(k);
     if (k->p->shard > 0 && exchanges) hpmlc_shard_steps_add(k, k->buckets);
-    else hpmlc_compute_add(k, hpmlc_update_seconds(k, hpmlc_stage_floats(k)), HPML_TERM_UPDATE);
-    if (!delayed) hpmlc_await_all(k);
+    else hpmlc_compute_add(k, hpmlc_update_seconds(k, hpmlc_stage_floats(k, false)), HPML_TERM_UPDATE);
+    if (k->p->shard > 0) hpmlc_await_all(k);
     for (int i = before; i < own->count && delayed; i++) {
         hpmlc_act *act = &own->item[i];
         if (act->kind == HPMLC_ACT_WAIT) act->ahead = -1;
@@ -19612,7 +19678,7 @@ HPMLC_FN void hpmlc_flow_add(hpmlc_maker *k)
     hpmlc_allreduce_add(k, own, HPMLC_GROUP_REPLICAS, 4, sizeof(double), HPML_TERM_DATA);
     if (r + 1 < p) hpmlc_message_add(k, HPMLC_ACT_RECEIVE, HPML_AXIS_PIPE, r + 1, tag, sizeof(hpmlc_outcome));
     if (r > 0) hpmlc_message_add(k, HPMLC_ACT_SEND, HPML_AXIS_PIPE, r - 1, tag, sizeof(hpmlc_outcome));
-    const double floats = hpmlc_stage_floats(k);
+    const double floats = hpmlc_stage_floats(k, false);
     hpmlc_allreduce_add(k, own, HPMLC_GROUP_REPLICAS, (int64_t)floats, sizeof(float), HPML_TERM_DATA);
     hpmlc_compute_add(k, hpmlc_update_seconds(k, floats), HPML_TERM_UPDATE);
     for (int i = begin; i < own->count; i++) own->item[i].first = p - 1 - r;
@@ -19626,7 +19692,7 @@ HPMLC_FN void hpmlc_flow_add(hpmlc_maker *k)
 HPMLC_FN void hpmlc_own_add(hpmlc_maker *k)
 {
     const int     group = HPMLC_GROUP_REPLICAS, steps = hpmlc_plan_meets(k->p) ? k->p->period : 1;
-    const int64_t span = (int64_t)hpmlc_stage_floats(k);
+    const int64_t span = (int64_t)hpmlc_stage_floats(k, false);
     const double  shared = k->p->strategy == HPML_STRATEGY_HOGWILD ? 28 * (double)span : 0; /* bytes */
     hpmlc_acts   *own = k->own;
     hpmlc_act    *act = NULL;
@@ -19696,7 +19762,7 @@ HPMLC_FN void hpmlc_worker_add(hpmlc_maker *k)
     hpmlc_buckets_cut(k);
     for (int i = 0; i < steps; i++) {
         hpmlc_pass_add(k);
-        if (averages) hpmlc_compute_add(k, hpmlc_update_seconds(k, hpmlc_stage_floats(k)), HPML_TERM_UPDATE);
+        if (averages) hpmlc_compute_add(k, hpmlc_update_seconds(k, hpmlc_stage_floats(k, false)), HPML_TERM_UPDATE);
     }
     for (int i = 0; i < own->count && averages; i++) own->item[i].drawn = (int32_t)hpmlc_plan_drawn(k->p, w);
     for (int s = 0; s < k->p->servers; s++) {
@@ -19989,7 +20055,7 @@ HPML_API void hpml_machine_network(const hpml_machine *m, int32_t ranks, hpml_ne
     hpml_fabric  f;
     hpml_link   *far = &out->between;
     *out = m->network;
-    const int nodes = hpmlc_network_nodes(&m->network, ranks);
+    const int nodes = hpmlc_network_nodes(&m->network, (int)hpmlc_max(ranks, 1));
     if (nodes <= 1 || !hpml_fabric_measure(m->fabric, nodes, &f)) return;
     far->latency += (f.hops + 1) * m->router; /* on the way are f.hops links, one router more */
     far->bandwidth *= (m->cards > 0 ? m->cards : 1) * f.share;
@@ -20047,7 +20113,7 @@ HPMLC_FN void hpmlc_roofline_row(const hpml_layer_facts *l, int count, const hpm
                                  hpmlc_roofline *all, const hpmlc_text *to, size_t *length)
 {
     const double flops = l->flops * samples;
-    const double bytes = l->bytes * samples + 4.0 * (double)(hpmlc_max(l->rows, 1) * l->cols);
+    const double bytes = l->bytes * samples + 4.0 * (double)hpmlc_max(l->rows, 1) * (double)l->cols;
     const double by[2] = { m->flops > 0 ? flops / m->flops : 0, m->bandwidth > 0 ? bytes / m->bandwidth : 0 };
     const bool   memory = by[1] > by[0];
     const double sum = l->edge > 0 ? l->flops / 2 / (double)l->edge : 1; /* products in the sum of each result */
@@ -20348,69 +20414,8 @@ HPMLC_FN void hpmlc_memo_free(hpmlc_memo *memo)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>forecast   a step of a plan on a machine: check, play, memory, text
+// >>play-ranks   plays: which ranks are played for all, their actors
 // ---------------------------------------------------------------------------------------------------------------------
-HPML_API const char *hpml_term_name(hpml_term term)
-{
-    static const char *const names[HPML_TERM_COUNT] = { "compute", "update", "bubble", "data", "tensor", "sequence",
-                                                        "expert", "servers" };
-    return (unsigned)term < HPML_TERM_COUNT ? names[term] : NULL;
-}
-
-/* Returns why the steps of a plan that hpml_plan_check accepts cannot be forecast; NULL: they can. */
-HPMLC_FN const char *hpmlc_forecast_refused(const hpml_plan *p)
-{
-    const bool plain = p->servers == 0 && !hpmlc_plan_splits(p) && !hpmlc_plan_packs(p);
-    if (!plain && (p->exact || p->route != HPML_ROUTE_ALLREDUCE))
-        return "exact sums and factors have a program only along axis data, without servers and codec; take exact=0 "
-               "and route allreduce, or train in virtual time";
-    if (hpmlc_plan_flows(p) && p->shard > 0)
-        return "the steps of schedules stash and vertical have no program with shard; take shard=0";
-    return NULL;
-}
-
-/* Checks the arguments of a forecast; writes the reason of a refusal to `to`. */
-HPMLC_FN hpml_status hpmlc_forecast_check(const hpml_plan *plan, const hpml_model_facts *f, const hpml_machine *m,
-                                          const hpmlc_text *to)
-{
-    const hpml_status wrong = HPML_ERR_ARGUMENT;
-    if (!plan || !f || !m) return hpmlc_refuse(to, wrong, "forecast: no plan, no model or no machine");
-    if (f->_begin || f->_end || m->_begin || m->_end)
-        return hpmlc_refuse(to, wrong, "forecast: a canary is not zero; zero facts and machine before you set fields");
-    if (f->layers < 1 || f->layers > 65536 || !f->layer || f->facts.ranks > HPMLC_MAX_RANKS)
-        return hpmlc_refuse(to, wrong, "forecast: %d layers (%s) on %d ranks: expected 1 to 65536 of both", f->layers,
-                            f->layer ? "given" : "NULL", f->facts.ranks);
-    if (!HPMLC_GOOD(f->update_s) || f->states < 0 || !(m->flops >= 0) || !(m->bandwidth >= 0) || !(m->host >= 0) ||
-        m->cards < 0 || !HPMLC_GOOD(m->router) || !hpml_fabric_name(m->fabric))
-        return hpmlc_refuse(to, wrong, "forecast: machine \"%s\" or the facts have a negative number, a NaN or no "
-                            "fabric", m->name ? m->name : "");
-    for (int i = 0; i < f->layers; i++) {
-        const hpml_layer_facts *l = &f->layer[i];
-        const double all[] = { l->forward_s, l->backward_s, l->flops / 1e12, l->bytes / 1e12, (double)l->rows / 1e6,
-                               (double)l->cols / 1e6, (double)l->edge / 1e6, (double)l->kept / 1e6,
-                               (double)l->forward_sum / 1e6, (double)l->backward_sum / 1e6, (double)l->pass / 1e6,
-                               (double)l->swap / 1e6 };
-        for (size_t k = 0; k < sizeof all / sizeof all[0]; k++)
-            if (!HPMLC_GOOD(all[k]))
-                return hpmlc_refuse(to, wrong, "forecast: layer %d \"%s\" has a negative number, a NaN or one too "
-                                    "large", i, l->name ? l->name : "");
-        if (l->flops > 0 && l->forward_s <= 0 && m->flops <= 0)
-            return hpmlc_refuse(to, wrong, "forecast: layer %d \"%s\" has operations and no seconds, and the machine "
-                                "no .flops; give one of them", i, l->name ? l->name : "");
-    }
-    hpml_status status = hpml_plan_check(plan, &f->facts, to->text, to->size);
-    const char *why = status == HPML_OK ? hpmlc_forecast_refused(plan) : NULL;
-    if (why) return hpmlc_refuse(to, HPML_ERR_UNSUPPORTED, "forecast: %s", why);
-    if (status == HPML_OK && plan->strategy == HPML_STRATEGY_HOGWILD &&
-        hpmlc_network_nodes(&m->network, f->facts.ranks) > 1)
-        return hpmlc_refuse(to, HPML_ERR_UNSUPPORTED, "forecast: ranks of hogwild share the memory of one node, and "
-                            "these %d ranks are on several; take fewer ranks, or strategy async", f->facts.ranks);
-    if (plan->algorithm == HPML_NATIVE && status == HPML_OK)
-        return hpmlc_refuse(to, HPML_ERR_UNSUPPORTED, "forecast: the moves of a native allreduce are not known; choose "
-                            "another algorithm");
-    return status != HPML_OK ? status : hpmlc_network_check("forecast", &m->network, f->facts.ranks, true, to);
-}
-
 /* Sets by plan p: of each axis the size and the stride (step of rank numbers), of each group the axes that it spans. */
 HPMLC_FN void hpmlc_play_axes(hpmlc_play *y, const hpml_plan *p)
 {
@@ -20472,6 +20477,18 @@ HPMLC_FN bool hpmlc_acts_are_alike(hpmlc_play *y, hpml_axis axis) /* hpmlc_act_i
     return alike;
 }
 
+/* Makes the blocks of each exchange as large as the largest one, because the ranks that are played for all may have
+   smaller ones, and the rank with the largest block is the last to be done. */
+HPMLC_FN void hpmlc_blocks_level(const hpmlc_play *y, hpmlc_acts *acts)
+{
+    for (int i = 0; i < acts->count; i++) {
+        hpmlc_act *act = &acts->item[i];
+        for (int r = 0; act->blocks > 0 && r < hpmlc_group_size(y, act->group); r++)
+            act->n = hpmlc_max(act->n, acts->block[act->blocks - 1 + r]);
+        act->blocks = 0;
+    }
+}
+
 /* Chooses the ranks that are played for all. y->span: the smallest number of ranks that fill whole nodes with whole
    replicas of the model, if all other sets of so many ranks do the same, else all ranks. Within them, ranks on axis
    tensor, which follow each other, do the same on all nodes that they fill: y->narrow of y->wide are played. */
@@ -20490,6 +20507,8 @@ HPMLC_FN void hpmlc_play_fold(hpmlc_play *y)
         y->narrow = node;
     }
     y->unit = y->span / y->wide * y->narrow;
+    for (int i = 0; i < y->roles * HPMLC_LISTS && y->unit < y->ranks; i++)
+        hpmlc_blocks_level(y, &y->role[i / HPMLC_LISTS].list[i % HPMLC_LISTS]);
 }
 
 /* Takes memory for the actors of y->unit ranks, and gives each actor its role's program and the layouts of its rank's
@@ -20560,6 +20579,71 @@ HPMLC_FN hpml_status hpmlc_play_run(hpmlc_play *y, hpmlc_maker *k, bool whole, h
     return good ? HPML_OK : hpmlc_refuse(to, memory, "forecast: no memory for %d ranks", y->unit);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>forecast   a step of a plan on a machine: check, memory, text
+// ---------------------------------------------------------------------------------------------------------------------
+HPML_API const char *hpml_term_name(hpml_term term)
+{
+    static const char *const names[HPML_TERM_COUNT] = { "compute", "update", "bubble", "data", "tensor", "sequence",
+                                                        "expert", "servers" };
+    return (unsigned)term < HPML_TERM_COUNT ? names[term] : NULL;
+}
+
+/* Returns why the steps of a plan that hpml_plan_check accepts cannot be forecast; NULL: they can. */
+HPMLC_FN const char *hpmlc_forecast_refused(const hpml_plan *p)
+{
+    const bool plain = p->servers == 0 && !hpmlc_plan_splits(p) && !hpmlc_plan_packs(p);
+    if (!plain && (p->exact || p->route != HPML_ROUTE_ALLREDUCE))
+        return "exact sums and factors have a program only along axis data, without servers and codec; take exact=0 "
+               "and route allreduce, or train in virtual time";
+    if (hpmlc_plan_flows(p) && p->shard > 0)
+        return "the steps of schedules stash and vertical have no program with shard; take shard=0";
+    return NULL;
+}
+
+/* Checks the arguments of a forecast; writes the reason of a refusal to `to`. */
+HPMLC_FN hpml_status hpmlc_forecast_check(const hpml_plan *plan, const hpml_model_facts *f, const hpml_machine *m,
+                                          const hpmlc_text *to)
+{
+    const hpml_status wrong = HPML_ERR_ARGUMENT;
+    if (!plan || !f || !m) return hpmlc_refuse(to, wrong, "forecast: no plan, no model or no machine");
+    if (f->_begin || f->_end || m->_begin || m->_end)
+        return hpmlc_refuse(to, wrong, "forecast: a canary is not zero; zero facts and machine before you set fields");
+    if (f->layers < 1 || f->layers > 65536 || !f->layer || f->facts.ranks > HPMLC_MAX_RANKS)
+        return hpmlc_refuse(to, wrong, "forecast: %d layers (%s) on %d ranks: expected 1 to 65536 of both", f->layers,
+                            f->layer ? "given" : "NULL", f->facts.ranks);
+    if (!HPMLC_GOOD(f->update_s) || (unsigned)f->states > 1000 || !HPMLC_GOOD((double)f->facts.batch) ||
+        !(m->flops >= 0) || !(m->bandwidth >= 0) || !(m->host >= 0) || m->cards < 0 || !HPMLC_GOOD(m->router) ||
+        !hpml_fabric_name(m->fabric))
+        return hpmlc_refuse(to, wrong, "forecast: machine \"%s\" or the facts have a negative number, a NaN, one too "
+                            "large or no fabric", m->name ? m->name : "");
+    for (int i = 0; i < f->layers; i++) {
+        const hpml_layer_facts *l = &f->layer[i];
+        const double all[] = { l->forward_s, l->backward_s, l->flops / 1e12, l->bytes / 1e12, (double)l->rows / 1e6,
+                               (double)hpmlc_max(l->rows, 1) * (double)l->cols, (double)l->edge / 1e6,
+                               (double)l->kept / 1e6, (double)l->forward_sum / 1e6, (double)l->backward_sum / 1e6,
+                               (double)l->pass / 1e6, (double)l->swap / 1e6 };
+        for (size_t k = 0; k < sizeof all / sizeof all[0]; k++)
+            if (!HPMLC_GOOD(all[k]))
+                return hpmlc_refuse(to, wrong, "forecast: layer %d \"%s\" has a negative number, a NaN or one too "
+                                    "large", i, l->name ? l->name : "");
+        if (l->flops > 0 && l->forward_s <= 0 && m->flops <= 0)
+            return hpmlc_refuse(to, wrong, "forecast: layer %d \"%s\" has operations and no seconds, and the machine "
+                                "no .flops; give one of them", i, l->name ? l->name : "");
+    }
+    hpml_status status = hpml_plan_check(plan, &f->facts, to->text, to->size);
+    const char *why = status == HPML_OK ? hpmlc_forecast_refused(plan) : NULL;
+    if (why) return hpmlc_refuse(to, HPML_ERR_UNSUPPORTED, "forecast: %s", why);
+    if (status == HPML_OK && plan->strategy == HPML_STRATEGY_HOGWILD &&
+        hpmlc_network_nodes(&m->network, f->facts.ranks) > 1)
+        return hpmlc_refuse(to, HPML_ERR_UNSUPPORTED, "forecast: ranks of hogwild share the memory of one node, and "
+                            "these %d ranks are on several; take fewer ranks, or strategy async", f->facts.ranks);
+    if (plan->algorithm == HPML_NATIVE && status == HPML_OK)
+        return hpmlc_refuse(to, HPML_ERR_UNSUPPORTED, "forecast: the moves of a native allreduce are not known; choose "
+                            "another algorithm");
+    return status != HPML_OK ? status : hpmlc_network_check("forecast", &m->network, f->facts.ranks, true, to);
+}
+
 /* Returns the bytes of activations that a rank of stage `stage` keeps for the backward pass at one time, at most. */
 HPMLC_FN double hpmlc_stage_kept(const hpmlc_maker *k, int stage)
 {
@@ -20587,14 +20671,14 @@ HPMLC_FN double hpmlc_stage_kept(const hpmlc_maker *k, int stage)
 /* Sets *out to the bytes of memory of the rank that needs most. HPML_ERR_MEMORY: a rank of the machine has less. */
 HPMLC_FN hpml_status hpmlc_forecast_memory(hpmlc_maker *k, int64_t *out, const hpmlc_text *to)
 {
-    const double n = k->p->shard > 0 ? hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS) : 1;
     const bool   whole = !hpmlc_plan_cuts(k->p) && !k->p->recompute && k->p->memory == 0;
     double       most = 0;
     for (k->stage = 0; k->stage < k->y->size[HPML_AXIS_PIPE]; k->stage++) {
-        const double floats = hpmlc_stage_floats(k), slots = fmin(floats, 2 * 65536); /* floats of 2 buckets, 256 KiB */
-        double       bytes = k->p->shard > 2 ? floats / n + slots : floats;
-        bytes += k->p->shard > 1 ? floats / n + slots : floats;
-        bytes += k->f->states * floats / n;
+        const double floats = hpmlc_stage_floats(k, false), slots = fmin(floats, 2 * 65536); /* 2 buckets of 256 KiB */
+        const double share = hpmlc_stage_floats(k, k->p->shard > 0);
+        double       bytes = k->p->shard > 2 ? share + slots : floats;
+        bytes += k->p->shard > 1 ? share + slots : floats;
+        bytes += k->f->states * share;
         if (k->p->delayed) bytes += floats;
         if (hpmlc_plan_flows(k->p)) /* older versions of the weights */
             bytes += floats * (k->p->schedule == HPML_PIPE_VERTICAL ? k->p->pipe - 1 : k->p->pipe - 1 - k->stage);
@@ -20615,14 +20699,16 @@ HPMLC_FN void hpmlc_forecast_read(const hpmlc_maker *k, hpml_prediction *out)
     const int64_t     period = hpmlc_plan_meets(k->p) ? k->p->period : 1;
     const double      steps = (double)((y->steps - y->from) * period);
     const int64_t     all = y->paced ? hpmlc_pace_read(y, out) : y->steps * period;
-    int               readers = 0;
-    for (int r = 0; r < y->unit && r < y->workers && !y->paced; r++, readers++) {
+    double            sum = 0;
+    for (int r = 0; r < y->unit && r < y->workers && !y->paced; r++) {
         const hpmlc_actor *a = hpmlc_own_of(y, r);
         for (int t = 0; t < HPML_TERM_COUNT; t++) out->term_s[t] += a->term[t];
         for (int t = 0; t < 2; t++) out->exposed_link_s[t] += a->link[t];
     }
-    for (int t = 0; t < HPML_TERM_COUNT && readers > 0; t++) out->term_s[t] /= readers * steps;
-    for (int t = 0; t < 2 && readers > 0; t++) out->exposed_link_s[t] /= readers * steps;
+    if (!y->paced) out->step_s = (y->ends[y->steps - 1] - (y->from > 0 ? y->ends[y->from - 1] : y->origin)) / steps;
+    for (int t = 0; t < HPML_TERM_COUNT; t++) sum += out->term_s[t];
+    for (int t = 0; t < HPML_TERM_COUNT && sum > 0; t++) out->term_s[t] *= out->step_s / sum;
+    for (int t = 0; t < 2 && sum > 0; t++) out->exposed_link_s[t] *= out->step_s / sum;
     for (int t = HPML_TERM_DATA; t < HPML_TERM_COUNT; t++) out->exposed_s += out->term_s[t];
     for (int t = HPML_TERM_UPDATE; t < HPML_TERM_COUNT; t++)
         if (out->term_s[t] > out->term_s[out->decides] || t == HPML_TERM_UPDATE) out->decides = (hpml_term)t;
@@ -20634,7 +20720,6 @@ HPMLC_FN void hpmlc_forecast_read(const hpmlc_maker *k, hpml_prediction *out)
     }
     out->rank_bytes /= all;
     out->between_bytes = y->net.between / all * (y->ranks / y->unit);
-    if (!y->paced) out->step_s = (y->ends[y->steps - 1] - (y->from > 0 ? y->ends[y->from - 1] : y->origin)) / steps;
     out->bubble  = out->step_s > 0 ? out->term_s[HPML_TERM_BUBBLE] / out->step_s : 0;
     const double shares = hpmlc_plan_workers(k->p, y->ranks);
     out->samples_s = out->step_s > 0 ? (double)k->samples * shares / out->step_s : 0;
@@ -20659,8 +20744,8 @@ HPMLC_FN hpml_status hpmlc_forecast_begin(hpmlc_maker *k, hpmlc_play *y, const h
     y->network = net;
     y->ranks   = f->facts.ranks;
     y->nodes   = hpmlc_network_nodes(net, y->ranks);
-    y->steps   = plan->servers > 0 ? 8 : 3;
-    y->from    = 1;
+    y->steps   = plan->servers > 0 ? 8 : 3 + plan->delayed;
+    y->from    = plan->delayed ? 2 : 1; /* delayed: step 0 updates nothing, so that the exchange in step 1 is longer */
     y->seed    = plan->seed;
     hpmlc_pace_choose(y, plan);
     if (hpmlc_plan_flows(plan)) {
@@ -20702,7 +20787,7 @@ HPMLC_FN hpml_status hpmlc_forecast_plan(const hpml_plan *plan, const hpml_model
     if (!memo) hpml_machine_network(machine, facts->facts.ranks, &net);
     status = hpmlc_forecast_begin(&k, &y, plan, facts, machine, &resolved, memo ? &memo->network : &net, to);
     if (loose) y.loose = true;
-    if (memo && plan->servers == 0 && !hpmlc_plan_flows(plan) && !y.paced) {
+    if (memo && plan->servers == 0 && !hpmlc_plan_flows(plan) && !y.paced && !plan->delayed) {
         y.steps = 1;
         y.from  = 0;
     }

@@ -37,8 +37,8 @@
 //     HPML_USE_NCCL                reductions over several GPUs (>>api-nccl); needs nccl.h, and NCCL at run time
 //
 // THREADS: as in hpml.h, a context belongs to one thread at a time. All its work runs on one stream, in order.
-// SAME BITS: the same program on the same kind of GPU gives the same bits. They are not the CPU's, because sums are
-// taken in another order.
+// SAME BITS: the same program on the same kind of GPU gives the same bits, unless hpml_cuda_desc.tune is set. They are
+// not the CPU's, because sums are taken in another order.
 //
 // GLOSSARY: words and all of their senses here. Private names begin with hpmlg_ (g: GPU).
 //     grid, block      a kernel runs as a grid of blocks; the 32 to 1,024 threads of a block run on one multiprocessor,
@@ -92,7 +92,8 @@
 // PART III   OPS: everything but products, sequences and losses
 //     gpu-elementwise   add, sub, mul, div with broadcasting; scale; activations
 //     gpu-sums   sums over dimensions, sums of squares
-//     gpu-shape   reshape, permute, slice, concat
+//     gpu-shape   permute, slice, concat
+//     gpu-nhwc   images whose channels are adjacent in memory; reshape
 //     gpu-map   elementwise functions of up to three operands; indices along a dimension, maxima, masks
 //     gpu-norm   softmax, layernorm, rmsnorm
 //     gpu-batchnorm   batch normalization
@@ -104,6 +105,7 @@
 //     gpu-tiles   product kernels: dense halves on tensor cores, and any operands
 //     gpu-product   choosing a product kernel; half copies of parameters
 //     gpu-cublas   matrix products by cuBLASLt
+//     gpu-tune   products chosen by the clock
 //     gpu-matmul   matmul and linear layers
 //     gpu-conv   convolution by own kernels
 //     gpu-cudnn   convolution by cuDNN
@@ -159,6 +161,12 @@ typedef struct hpml_cuda_desc {
     hpml_cuda_precision precision;
     bool                no_record;    /* true: each kernel is launched by itself, without CUDA graphs: for debuggers */
     bool                own_kernels;  /* true: this header's kernels run even where cuBLASLt or cuDNN could be used */
+    /* true: while a pass first runs, unrecorded, up to 8 of cuBLASLt's algorithms are timed for each product, with its
+       epilogue fused and apart, and the fastest is kept (empirical optimization: Whaley and Dongarra 1998); takes some
+       seconds, and memory for a copy of the result. false, or no such memory: the first proposal, the same bits in each
+       run. Choices may change with each run, unless it loads a checkpoint of the same kind of GPU. Ranks that step
+       together, all with `tune`, take those of rank 0 after the first update, keep the others, and time no more */
+    bool                tune;
     size_t              workspace;    /* bytes for cuBLASLt and cuDNN. 0: 64 MiB, which grow while a graph first runs,
                                          where cuDNN's best algorithm needs more, to 1/16 of the GPU's memory at most */
     uint32_t            _end;
@@ -185,8 +193,11 @@ HPML_API void *hpml_cuda_stream(const hpml_ctx *ctx);
    context was created:
    - matrix products by cuBLASLt with the epilogues fused into them (bias, relu, gelu, gelu', bias sums), the numbers by
      which cuBLASLt knows its algorithms, and the epilogues that cuBLASLt refused, so that another kernel followed;
+     with hpml_cuda_desc.tune how many products (fused and apart count as two) have a choice by the clock, how many of
+     these choices are from a checkpoint or rank 0, not the first proposal, or to leave the epilogue apart;
      products by this header's own kernels, and how many of these cuBLASLt had refused;
-   - the same for convolutions and cuDNN, with the algorithms of each pass;
+   - the same for convolutions and cuDNN, with the algorithms of each pass, and the copies of images between the orders
+     NCHW and NHWC, which half models have in memory: at the input, at hpml_flatten, at ops that need NCHW;
    - the workspace, and the largest workspace that an algorithm wanted;
    - passes that ran op by op, were captured as a CUDA graph, were replayed (their products are counted in each replay),
      and passes whose capture failed, so that they run op by op; a pass under a profile or a trace is not counted;
@@ -682,10 +693,11 @@ typedef struct hpmlg_note {
 /* hpmlg_epilogue_kind lists the work that cuBLASLt can fuse into a product's kernel, its epilogue. hpmlg_work_counts
    counts launches, for hpml_cuda_text: products, convolutions: [0] by a library, [1] by this header's kernels;
    products_refused, convolutions_refused: those of [1] that the library had refused before; fused: convolutions with
-   bias and activation in one launch; epilogues: [0] fused into cuBLASLt's products, [1] refused by cuBLASLt. */
+   bias and activation in one launch; reordered: copies of images to NHWC or back; epilogues: [0] fused into cuBLASLt's
+   products, [1] refused by cuBLASLt. */
 enum hpmlg_epilogue_kind { HPMLG_BIAS, HPMLG_RELU, HPMLG_GELU, HPMLG_GELU_BACK, HPMLG_SUMS, HPMLG_EPILOGUES };
 typedef struct hpmlg_work_counts {
-    long long products[2], convolutions[2], products_refused, convolutions_refused, fused;
+    long long products[2], convolutions[2], products_refused, convolutions_refused, fused, reordered;
     long long epilogues[2][HPMLG_EPILOGUES];
 } hpmlg_work_counts;
 
@@ -732,6 +744,8 @@ typedef struct hpmlg_half_copy { /* the copy of one f32 parameter in halves, in 
     const float *w;              /* (n): the parameter, f32, on the device */
     void        *half;           /* (n): the parameter's copy in halves, on the device */
     int64_t      n;
+    int64_t      channels, taps; /* channels 0: the order of w; else w is a filter (OC, channels, taps) and `half` (OC,
+                                    taps, channels), as cuDNN reads it with NHWC images */
     bool         fresh;          /* true: `half` has the values of w; false: w has changed since then */
     struct hpmlg_half_copy *next;
 } hpmlg_half_copy;
@@ -755,6 +769,7 @@ typedef struct hpmlg_device {
     hpmlg_allocation *allocations;
     hpml_cuda_desc    d;
     hpml_dtype        act_dtype;      /* type in which activations are stored */
+    bool              nhwc;           /* true: images are NHWC in memory where convolutions read them (>>gpu-nhwc) */
     int               sms;            /* number of multiprocessors */
     cudaStream_t      stream, copies; /* streams: `stream` runs ops, `copies` large uploads */
     uint64_t          clock;          /* counts uses of passes and plans in caches, to find the least recently used */
@@ -890,6 +905,24 @@ HPMLG_FN hpmlg_array hpmlg_op_output(const hpml_node *n, bool back)
 HPMLG_FN bool hpmlg_op_adds(const hpml_node *n, bool back) { return back && n->accumulate[0]; }
 
 HPMLG_FN int64_t hpmlg_last_dim(const hpml_tensor *t) { return t->ndim > 0 ? t->shape[t->ndim - 1] : 1; }
+
+/* Returns true if t, images (B, C, H, W), is the same in memory in the orders NCHW and NHWC, because it has one channel
+   or one pixel. Fewer dimensions count as if dimensions of size 1 came before. */
+HPMLG_FN bool hpmlg_has_any_order(const hpml_tensor *t)
+{
+    int n = t->ndim;
+    return n < 3 || (n <= 4 && (t->shape[n - 3] == 1 || t->shape[n - 2] * t->shape[n - 1] == 1));
+}
+
+/* Returns true if the images t, of shape (B, C, H, W), are in memory in the order NHWC (>>gpu-nhwc). */
+HPMLG_FN bool hpmlg_is_nhwc(const hpml_tensor *t)
+{
+    return t->ndim == 4 && t->stride[1] == 1 && !hpmlg_has_any_order(t);
+}
+HPMLG_FN bool hpmlg_fits_nhwc(const hpml_tensor *t) { return hpmlg_is_nhwc(t) || hpmlg_has_any_order(t); }
+
+/* Returns the dimension of t at place i of the order in memory: place ndim - 1 is the innermost one. */
+HPMLG_FN int hpmlg_dim_in_memory(const hpml_tensor *t, int i) { return hpmlg_is_nhwc(t) && i > 0 ? i % 3 + 1 : i; }
 
 /* Returns a number of blocks for n elements or rows, `each` to a block, for a kernel whose threads loop: at most 16
    blocks for each multiprocessor, which fill the device. */
@@ -1611,21 +1644,20 @@ HPMLG_FN hpmlg_binary hpmlg_binary_make(const hpml_node *n)
 {
     hpmlg_binary       b = {};
     const hpml_tensor *y = n->out;
-    int64_t            step[2] = { 1, 1 }, stride[2];
     b.op  = (int)n->op;
     b.out = hpmlg_value(y);
     for (int i = y->ndim - 1; i >= 0; i--) {
+        int     dim = hpmlg_dim_in_memory(y, i);
+        int64_t stride[2] = { 0, 0 };
         for (int s = 0; s < 2; s++) {
-            int     k    = i - (y->ndim - n->src[s]->ndim);
-            int64_t size = k < 0 ? 1 : n->src[s]->shape[k];
-            stride[s] = size == 1 ? 0 : step[s];
-            step[s] *= size;
+            int k = dim - (y->ndim - n->src[s]->ndim);
+            if (k >= 0 && n->src[s]->shape[k] > 1) stride[s] = n->src[s]->stride[k];
         }
-        hpmlg_strides_push(&b.w, y->shape[i], stride[0], stride[1]);
+        hpmlg_strides_push(&b.w, y->shape[dim], stride[0], stride[1]);
     }
     for (int s = 0; s < 2; s++) {
         b.src[s]        = hpmlg_value(n->src[s]);
-        b.same_shape[s] = step[s] == b.w.count;
+        b.same_shape[s] = hpml_tensor_count(n->src[s]) == b.w.count;
     }
     return b;
 }
@@ -1796,14 +1828,16 @@ HPMLG_FN void hpmlg_reduce_run(hpmlg_device *d, const hpmlg_binary *b, int side,
     if (splits > 1) hpmlg_sum_run(d, out, f.out, hpmlg_broadcast_strides(1, splits, kept), scale, add);
 }
 
-/* Computes the sizes of t before dimension dim, of dim, and after it; for HPML_ALL_DIMS they are 1, all elements, 1. */
+/* Computes the sizes of t, in memory, outside of dimension dim, of dim, and inside of it, so that element (o, m, i) is
+   (o middle + m) inner + i; for HPML_ALL_DIMS they are 1, all elements, 1. */
 HPMLG_FN void hpmlg_split_dims(const hpml_tensor *t, int dim, int64_t *outer, int64_t *middle, int64_t *inner)
 {
-    *outer  = 1;
+    bool all = dim == HPML_ALL_DIMS;
     *inner  = 1;
-    *middle = dim == HPML_ALL_DIMS ? hpml_tensor_count(t) : t->shape[dim];
-    for (int i = 0; i < dim; i++) *outer *= t->shape[i];
-    for (int i = dim + 1; i < t->ndim && dim != HPML_ALL_DIMS; i++) *inner *= t->shape[i];
+    *middle = all ? hpml_tensor_count(t) : t->shape[dim];
+    for (int i = t->ndim - 1; !all && hpmlg_dim_in_memory(t, i) != dim; i--)
+        *inner *= t->shape[hpmlg_dim_in_memory(t, i)];
+    *outer = hpml_tensor_count(t) / (*middle * *inner);
 }
 
 HPMLG_FN void hpmlg_op_sum(HPMLG_OP_ARGUMENTS)
@@ -1905,16 +1939,8 @@ HPMLG_FN hpml_status hpmlg_sumsq(void *, hpml_ctx *ctx, hpml_dtype dtype, const 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>gpu-shape   reshape, permute, slice, concat
+// >>gpu-shape   permute, slice, concat
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* Runs the reshape op, which copies only where its source is an input or a parameter: where an op computed the source,
-   the result and the source are the same memory. */
-HPMLG_FN void hpmlg_op_reshape(HPMLG_OP_ARGUMENTS)
-{
-    hpmlg_array to = hpmlg_op_output(n, back), from = hpmlg_op_input(n, back);
-    if (to.p && to.p != from.p) hpmlg_copy_run(d, to, from, hpml_tensor_count(n->out), hpmlg_op_adds(n, back));
-}
 
 /* The kernel hpmlg_k_transpose permutes: to (+)= from, in tiles of 64 x 64 in shared memory, so that both arrays are
    accessed along rows: `from` along its last dimension, which is dimension p of `to`, and `to` along its own. */
@@ -1945,27 +1971,13 @@ static __global__ void hpmlg_k_transpose(hpmlg_transpose t)
     }
 }
 
-/* Runs the permute op, which permutes dimensions; backward it permutes the gradient by the inverse permutation. */
-HPMLG_FN void hpmlg_op_permute(HPMLG_OP_ARGUMENTS)
+/* Computes to (+)= from, in another order. w: the shape of `to`, with the strides of `from` in stride[0] and those of
+   `to`, which has no gaps, in stride[1]. add: adds to `to`. */
+HPMLG_FN void hpmlg_transpose_run(hpmlg_device *d, hpmlg_array to, hpmlg_array from, const hpmlg_strides &w, bool add)
 {
-    const hpml_tensor *shape = back ? n->src[0] : n->out, *other = back ? n->out : n->src[0];
-    hpmlg_array        to = hpmlg_op_output(n, back), from = hpmlg_op_input(n, back);
-    bool               add = hpmlg_op_adds(n, back);
-    hpmlg_strides      w = {};
-    hpmlg_transpose    t = {};
-    int64_t            step[HPML_MAX_DIMS], stride[HPML_MAX_DIMS], whole = 1;
-    int                p = 0;
-    const int64_t      T = HPMLG_TRANSPOSE_TILE;
-    for (int i = other->ndim - 1; i >= 0; i--) {
-        step[i] = whole;
-        whole *= other->shape[i];
-    }
-    for (int i = 0; i < shape->ndim; i++) {
-        int k = n->attr.permute.dims[i]; /* dimension i of the result is dimension k of the operand */
-        if (back) stride[k] = step[i];
-        else stride[i] = step[k];
-    }
-    for (int i = shape->ndim - 1; i >= 0; i--) hpmlg_strides_push(&w, shape->shape[i], stride[i], w.count);
+    hpmlg_transpose t = {};
+    int             p = 0;
+    const int64_t   T = HPMLG_TRANSPOSE_TILE;
     for (int i = 1; i < w.ndim; i++)
         if (w.stride[0][i] == 1) p = i;
     t.p    = w.shape[p];
@@ -1981,6 +1993,24 @@ HPMLG_FN void hpmlg_op_permute(HPMLG_OP_ARGUMENTS)
     t.p_tiles    = (t.p + T - 1) / T;
     t.last_tiles = (t.last + T - 1) / T;
     HPMLG_RUN(d, hpmlg_k_transpose, (unsigned)(t.w.count * t.p_tiles * t.last_tiles), 256, 0, t);
+}
+
+/* Runs the permute op, which permutes dimensions; backward it permutes the gradient by the inverse permutation. */
+HPMLG_FN void hpmlg_op_permute(HPMLG_OP_ARGUMENTS)
+{
+    const hpml_tensor *shape = back ? n->src[0] : n->out, *other = back ? n->out : n->src[0];
+    hpmlg_strides      w = {};
+    int64_t            stride[HPML_MAX_DIMS];
+    for (int i = 0; i < shape->ndim; i++) {
+        int k = n->attr.permute.dims[i]; /* dimension i of the result is dimension k of the operand */
+        if (back) stride[k] = other->stride[i];
+        else stride[i] = other->stride[k];
+    }
+    for (int i = shape->ndim - 1; i >= 0; i--) {
+        int dim = hpmlg_dim_in_memory(shape, i);
+        hpmlg_strides_push(&w, shape->shape[dim], stride[dim], w.count);
+    }
+    hpmlg_transpose_run(d, hpmlg_op_output(n, back), hpmlg_op_input(n, back), w, hpmlg_op_adds(n, back));
 }
 
 /* Copies rows: the `width` elements of row o of `to`, from offset to_at on, become (or, if `add`, are increased by)
@@ -2049,6 +2079,142 @@ HPMLG_FN void hpmlg_op_concat(HPMLG_OP_ARGUMENTS)
         if (!back || n->src[i]->raw_grad)
             hpmlg_copy_slice(d, n->out, n->src[i], dim, start, !back, back, back && n->accumulate[i]);
         start += n->src[i]->shape[dim];
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>gpu-nhwc   images whose channels are adjacent in memory; reshape
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* cuDNN's tensor-core kernels read images in the order NHWC, (B, H, W, C), and first copy NCHW images of halves to this
+   order in their workspace. Therefore, where cuDNN computes the convolutions of a half model, the result of each
+   convolution is NHWC in memory, and so are the results of the ops that hpmlg_keeps_nhwc names, such as batchnorm,
+   activations, sums and pooling, up to the op that flattens the images. Their shape is still (B, C, H, W); their
+   strides give the order, which values and gradients have alike. An op that needs the other order reads a copy of its
+   source, in its scratch memory, and the gradient of the copy is copied back; reshape and permute, which copy anyway,
+   need no such copy. hpmlg_plan chooses the order of a result, from the op and its sources, when a graph is created. */
+
+/* Computes to (+)= from, images (B, C, P) of P pixels in the order NCHW, for which `to` or, if not to_nhwc, `from` has
+   the order NHWC, (B, P, C). The types may differ. add: adds to `to`. */
+HPMLG_FN void hpmlg_reorder_run(hpmlg_device *d, hpmlg_array to, hpmlg_array from, int64_t B, int64_t C, int64_t P,
+                                bool to_nhwc, bool add)
+{
+    hpmlg_strides w = {};
+    hpmlg_strides_push(&w, to_nhwc ? C : P, to_nhwc ? P : C, 1);
+    hpmlg_strides_push(&w, to_nhwc ? P : C, 1, w.count);
+    hpmlg_strides_push(&w, B, C * P, C * P);
+    hpmlg_transpose_run(d, to, from, w, add);
+}
+
+/* Runs hpmlg_reorder_run on images that have the shape of t, and counts it. */
+HPMLG_FN void hpmlg_reorder_images(hpmlg_device *d, hpmlg_array to, hpmlg_array from, const hpml_tensor *t,
+                                   bool to_nhwc, bool add)
+{
+    d->work.reordered += !hpmlg_has_any_order(t);
+    hpmlg_reorder_run(d, to, from, t->shape[0], t->shape[1], t->shape[2] * t->shape[3], to_nhwc, add);
+}
+
+/* Runs the reshape op, which copies only where its source is an input, a parameter or NHWC: else the result and the
+   source are the same memory. */
+HPMLG_FN void hpmlg_op_reshape(HPMLG_OP_ARGUMENTS)
+{
+    hpmlg_array to = hpmlg_op_output(n, back), from = hpmlg_op_input(n, back);
+    if (!to.p || to.p == from.p) return;
+    if (hpmlg_is_nhwc(n->src[0])) return hpmlg_reorder_images(d, to, from, n->src[0], back, hpmlg_op_adds(n, back));
+    hpmlg_copy_run(d, to, from, hpml_tensor_count(n->out), hpmlg_op_adds(n, back));
+}
+
+HPMLG_FN bool hpmlg_is_conv(const hpml_node *n) { return n->op == HPML_OP_CONV2D || n->op == HPML_OP_CONV_TRANSPOSE2D; }
+
+/* Returns true if op n, not a convolution, has NHWC images among its sources and gives such images: all sources that
+   are not the same in both orders are NHWC, and those of an elementwise op have the shape of the result. */
+HPMLG_FN bool hpmlg_keeps_nhwc(const hpml_node *n)
+{
+    bool found = hpmlg_is_nhwc(n->src[0]);
+    switch (n->op) {
+    case HPML_OP_BATCHNORM: case HPML_OP_MAX_POOL2D: case HPML_OP_AVG_POOL2D: case HPML_OP_ACTIVATION:
+    case HPML_OP_SCALE: case HPML_OP_SLICE: return found;
+    case HPML_OP_ADD: case HPML_OP_SUB: case HPML_OP_MUL: case HPML_OP_DIV: case HPML_OP_CONCAT:
+        for (int s = 0; s < n->src_count; s++) {
+            bool nhwc = hpmlg_is_nhwc(n->src[s]);
+            bool whole = n->op == HPML_OP_CONCAT || hpml_tensor_count(n->src[s]) == hpml_tensor_count(n->out);
+            if (!(nhwc ? whole : hpmlg_has_any_order(n->src[s]))) return false;
+            found = found || nhwc;
+        }
+        return found;
+    default: return false;
+    }
+}
+
+/* Returns true if op n reads source number s from a copy in another order: a convolution all images that are not NHWC
+   halves, another op NHWC images that it does not know. */
+HPMLG_FN bool hpmlg_reads_reordered(const hpmlg_device *d, const hpml_node *n, int s)
+{
+    const hpml_tensor *t = n->src[s];
+    if (!t || t->ndim != 4) return false;
+    if (d->nhwc && hpmlg_is_conv(n)) return s == 0 && (t->dtype == HPML_DTYPE_F32 || !hpmlg_fits_nhwc(t));
+    return hpmlg_is_nhwc(t) && n->op != HPML_OP_RESHAPE && n->op != HPML_OP_PERMUTE && !hpmlg_keeps_nhwc(n);
+}
+
+/* Sets the strides of images t to those of the order NHWC or, if not nhwc, NCHW. */
+HPMLG_FN void hpmlg_set_order(hpml_tensor *t, bool nhwc)
+{
+    t->stride[3] = nhwc ? t->shape[1] : 1;
+    t->stride[2] = t->shape[3] * t->stride[3];
+    t->stride[1] = nhwc ? 1 : t->shape[2] * t->shape[3];
+}
+
+/* Returns the bytes, in scratch memory, of a copy in another order of the values of t, or of their gradient. */
+HPMLG_FN size_t hpmlg_reordered_bytes(const hpml_tensor *t)
+{
+    return ((size_t)hpml_tensor_count(t) * 2 + 255) / 256 * 256;
+}
+
+/* Chooses the order of the result of n in memory, and adds the copies of sources in another order to n's scratch. */
+HPMLG_FN void hpmlg_order_plan(const hpmlg_device *d, hpml_node *n)
+{
+    bool nhwc = d->nhwc && (hpmlg_is_conv(n) || hpmlg_keeps_nhwc(n));
+    if (nhwc && n->out->ndim == 4 && !hpmlg_has_any_order(n->out)) hpmlg_set_order(n->out, true);
+    for (int s = 0; d->nhwc && s < n->src_count; s++)
+        if (hpmlg_reads_reordered(d, n, s))
+            n->scratch_bytes += hpmlg_reordered_bytes(n->src[s]) * (n->src[s]->needs_grad ? 2 : 1);
+}
+
+/* Runs n by its function op; sources that n reads in another order are first copied to the beginning of n's scratch
+   memory. During the op the copies are the sources of n; afterwards their gradients are copied back. */
+HPMLG_FN void hpmlg_run_reordered(HPMLG_OP_ARGUMENTS, void (*op)(HPMLG_OP_ARGUMENTS))
+{
+    hpml_tensor copies[HPML_MAX_SRC];
+    hpml_node   before = *n;
+    bool        to_nhwc = hpmlg_is_conv(n);
+    char       *at = (char *)n->scratch;
+    for (int s = 0, same = 0; s < n->src_count; s++, same = 0) {
+        hpml_tensor *x = before.src[s], *t = &copies[s];
+        if (!hpmlg_reads_reordered(d, &before, s)) continue;
+        while (before.src[same] != x) same++;
+        n->src[s] = &copies[same]; /* one copy where an op reads a tensor twice */
+        if (same < s) continue;
+        size_t bytes = hpmlg_reordered_bytes(x);
+        *t = *x;
+        t->dtype = d->act_dtype;
+        t->data  = t->grad = NULL;
+        hpmlg_set_order(t, to_nhwc);
+        t->raw = at;
+        if (x->raw_grad) t->raw_grad = at + bytes;
+        at += bytes * (x->needs_grad ? 2 : 1);
+        n->accumulate[s] = false;
+        hpmlg_reorder_images(d, hpmlg_value(t), hpmlg_value(x), t, to_nhwc, false);
+        if (back && t->raw_grad && !t->batch_rows) hpmlg_zero(d, t->raw_grad, bytes); /* may be written in part */
+    }
+    n->scratch = at;
+    op(d, run, n, back);
+    n->scratch = before.scratch;
+    for (int s = 0; s < n->src_count; s++) {
+        hpml_tensor *x = before.src[s], *t = n->src[s];
+        if (t == &copies[s] && back && t->raw_grad)
+            hpmlg_reorder_images(d, hpmlg_grad(x), hpmlg_grad(t), t, !to_nhwc, before.accumulate[s]);
+        n->src[s]        = x;
+        n->accumulate[s] = before.accumulate[s];
     }
 }
 
@@ -2564,7 +2730,8 @@ HPMLG_FN void hpmlg_norm_plan(hpml_node *n, hpml_node *before)
     hpml_node *add = n->src[0]->node;
     if (!add || add != before || add->op != HPML_OP_ADD || !add->src[0] || !add->src[1]) return;
     for (int s = 0; s < 2; s++)
-        if (add->src[s]->ndim != n->out->ndim || memcmp(add->src[s]->shape, n->out->shape, sizeof n->out->shape) != 0)
+        if (add->src[s]->ndim != n->out->ndim || hpmlg_is_nhwc(add->src[s]) ||
+            memcmp(add->src[s]->shape, n->out->shape, sizeof n->out->shape) != 0)
             return;
     add->fused_with = n;
 }
@@ -2631,8 +2798,9 @@ typedef struct hpmlg_bn {           /* the arguments of batchnorm's kernels */
     hpmlg_array  x, y, dx, dy;
     const float *gamma, *beta;      /* (C), or NULL; dgamma and dbeta may be NULL too */
     float       *dgamma, *dbeta, *running_mean, *running_var;
-    float2      *saved, *means;     /* (C): saved: mean, rstd; means: backward, the means of dy and of dy xhat */
+    float2      *saved;             /* (C): mean, rstd */
     float       *rest;              /* (C): what rounding took from saved[c].x: the mean is saved[c].x + rest[c] */
+    float       *coef;              /* (4, C): the coefficients a, b, pivot and two of hpmlg_k_bn_apply */
     hpmlg_moments<double> *part;    /* (splits, C): each split's count, mean and square (backward: 0 and two sums) */
     float        eps, momentum;
     bool         train, relu, add[3];
@@ -2707,10 +2875,13 @@ template <bool back> static __global__ void hpmlg_k_bn_splits(hpmlg_bn s)
 
 /* Joins the sums over the splits, the parts of a channel's numbers, one thread for each channel. Forward: computes the
    mean and rstd of the batch, and updates the running statistics with them (in evaluation, mean and rstd are computed
-   from the running statistics); if `back`: computes the gradients of gamma and beta, and the means that dx needs. */
+   from the running statistics); if `back`: computes the gradients of gamma and beta. Both compute the coefficients of
+   hpmlg_k_bn_apply: a = rstd gamma; forward b = beta - rest a, where mean + rest is the mean as two floats; if `back`,
+   two = rstd s2 / N and b = s1 / N - rest two, where s1 = sum dy, s2 = sum dy xhat, xhat the normalized x. */
 template <bool back> static __global__ void hpmlg_k_bn_channels(hpmlg_bn s)
 {
     int64_t c = hpmlg_thread_index();
+    float  *a = s.coef + c, *b = a + s.C, *pivot = b + s.C, *two = pivot + s.C;
     hpmlg_moments<double> all = { 0, 0, 0 };
     if (c >= s.C) return;
     for (int64_t i = 0; i < s.splits && (back || s.train); i++)
@@ -2719,44 +2890,50 @@ template <bool back> static __global__ void hpmlg_k_bn_channels(hpmlg_bn s)
         double N = (double)s.N, s2 = (double)s.saved[c].y * (all.square - (double)s.rest[c] * all.mean);
         if (s.dgamma) s.dgamma[c] = (s.add[1] ? s.dgamma[c] : 0) + (float)s2;
         if (s.dbeta) s.dbeta[c] = (s.add[2] ? s.dbeta[c] : 0) + (float)all.mean;
-        s.means[c] = s.train ? make_float2((float)(all.mean / N), (float)(s2 / N)) : make_float2(0, 0);
+        *a   = s.saved[c].y * (s.gamma ? s.gamma[c] : 1);
+        *two = s.train ? s.saved[c].y * (float)(s2 / N) : 0;
+        *b   = s.train ? (float)(all.mean / N) - s.rest[c] * *two : 0;
+        *pivot = s.saved[c].x;
         return;
     }
     double mean = s.train ? all.mean : s.running_mean[c], var = s.train ? all.square / all.n : s.running_var[c];
     s.saved[c]  = make_float2((float)mean, (float)(1 / sqrt(var + (double)s.eps)));
     s.rest[c]   = (float)(mean - (double)s.saved[c].x);
+    *a     = s.saved[c].y * (s.gamma ? s.gamma[c] : 1);
+    *b     = (s.beta ? s.beta[c] : 0) - s.rest[c] * *a;
+    *pivot = s.saved[c].x;
     if (!s.train || s.again) return;
     s.running_mean[c] = (1 - s.momentum) * s.running_mean[c] + s.momentum * (float)mean;
     s.running_var[c]  = (1 - s.momentum) * s.running_var[c] + s.momentum * (float)(all.square / fmax(all.n - 1, 1.0));
 }
 
-/* Computes, forward, y = a (x - mean) + b with a = rstd gamma, b = beta - rest a (mean + rest: the mean as two floats),
-   then relu if s.relu; if `back`, dx (+)= a (dy - s1 / N - xhat s2 / N), with s1 = sum dy, s2 = sum dy xhat, xhat the
-   normalized x, where with s.relu dy counts as 0 at y <= 0. Each thread computes 8 neighbouring elements at a time,
-   among which the channel may change. */
+/* Computes, forward, y = a (x - pivot) + b, then relu if s.relu; if `back`, dx (+)= a (dy - b - (x - pivot) two), where
+   with s.relu dy counts as 0 at y <= 0. The channel has the coefficients a, b, two and pivot, its mean as one float. A
+   thread computes 8 neighbouring elements at a time; they may be of several channels, and of 8 where P is 1 (NHWC). */
 template <bool back> static __global__ void hpmlg_k_bn_apply(hpmlg_bn s)
 {
     int64_t n = s.B * s.C * s.P;
     HPMLG_FOR_EACH_VEC8(i, n) {
         int64_t    plane = hpmlg_quotient(i, s.P), r = i - plane * s.P, c = plane - hpmlg_quotient(plane, s.C) * s.C;
-        hpmlg_vec8 e = hpmlg_row_get(s.x, 0, n, i, 0), f, z;
+        bool       wide = s.P == 1 && c + 8 <= s.C;
+        hpmlg_vec8 e = hpmlg_row_get(s.x, 0, n, i, 0), f, z, k[4];
+        float      q[4] = { 0, 0, 0, 0 };
         if (back) f = hpmlg_row_get(s.dy, 0, n, i, 0);
         if (back && s.relu) z = hpmlg_row_get(s.y, 0, n, i, 0);
-        float a = 0, b = 0, two = 0, mean = 0;
-        for (int j = 0; j < 8; j++, r++) {
+        HPMLG_UNROLL for (int m = 0; m < (back ? 4 : 3); m++)
+            if (wide) k[m] = hpmlg_param_get8(s.coef + m * s.C, s.C, c, 0);
+        HPMLG_UNROLL for (int j = 0; j < 8; j++, r++) {
             if (r == s.P) {
                 r = 0;
                 c = c + 1 == s.C ? 0 : c + 1;
             }
-            if (j == 0 || r == 0) {
-                float rstd = s.saved[c].y, rest = s.rest[c];
-                mean = s.saved[c].x;
-                a    = rstd * (s.gamma ? s.gamma[c] : 1);
-                two  = back ? rstd * s.means[c].y : 0;
-                b    = back ? s.means[c].x - rest * two : (s.beta ? s.beta[c] : 0) - rest * a;
+            HPMLG_UNROLL for (int m = 0; m < (back ? 4 : 3); m++) {
+                if (wide) q[m] = k[m].v[j];
+                else if (j == 0 || r == 0) q[m] = s.coef[m * s.C + c];
             }
-            if (back) e.v[j] = a * ((s.relu && !(z.v[j] > 0) ? 0 : f.v[j]) - b - (e.v[j] - mean) * two);
-            else e.v[j] = hpmlg_act(s.relu ? HPML_ACT_RELU : HPML_ACT_NONE, 0, a * (e.v[j] - mean) + b);
+            float apart = e.v[j] - q[2];
+            if (back) e.v[j] = q[0] * ((s.relu && !(z.v[j] > 0) ? 0 : f.v[j]) - q[1] - apart * q[3]);
+            else e.v[j] = hpmlg_act(s.relu ? HPML_ACT_RELU : HPML_ACT_NONE, 0, q[0] * apart + q[1]);
         }
         hpmlg_row_put(back ? s.dx : s.y, 0, n, i, e, back && s.add[0]);
     }
@@ -2771,6 +2948,10 @@ HPMLG_FN hpmlg_bn hpmlg_bn_of(const hpmlg_device *d, const hpml_node *n, bool tr
     s.C     = y[1];
     s.P     = y[2] * y[3];
     s.N     = s.B * s.P;
+    if (hpmlg_is_nhwc(n->out)) { /* in memory as N images of one pixel */
+        s.B = s.N;
+        s.P = 1;
+    }
     s.width = s.P == 1 ? 32 : 1;
     int64_t   blocks = (s.C + s.width - 1) / s.width, splits = (d->sms * 8 + blocks - 1) / blocks;
     int64_t   of_block = 8 * (256 / s.width), useful = (s.N + of_block - 1) / of_block; /* 8 numbers a thread */
@@ -2787,7 +2968,7 @@ HPMLG_FN hpmlg_bn hpmlg_bn_of(const hpmlg_device *d, const hpml_node *n, bool tr
     s.beta   = hpmlg_param_value(n, 2);
     s.dbeta  = hpmlg_param_grad(n, 2);
     s.part   = (hpmlg_moments<double> *)n->scratch;
-    s.means  = (float2 *)(s.part + s.C * s.splits);
+    s.coef   = (float *)(s.part + s.C * s.splits);
     s.saved  = (float2 *)n->saved;
     s.rest   = (float *)(s.saved + s.C);
     s.running_mean = src[3]->data;
@@ -2803,7 +2984,7 @@ HPMLG_FN hpmlg_bn hpmlg_bn_of(const hpmlg_device *d, const hpml_node *n, bool tr
 HPMLG_FN size_t hpmlg_bn_scratch(const hpmlg_device *d, const hpml_node *n)
 {
     hpmlg_bn s = hpmlg_bn_of(d, n, true);
-    return (size_t)(s.C * s.splits) * sizeof *s.part + (size_t)s.C * sizeof *s.means;
+    return (size_t)(s.C * s.splits) * sizeof *s.part + (size_t)(4 * s.C) * sizeof *s.coef;
 }
 
 /* Sums the statistics (if `back`, the gradients' sums) over the ranks that share a batch: on the host, turns each
@@ -2870,18 +3051,19 @@ HPMLG_FN void hpmlg_op_batchnorm(HPMLG_OP_ARGUMENTS)
 typedef struct hpmlg_pool {
     hpmlg_array x, y;    /* input and output; backward: their gradients */
     int        *winner;  /* (outputs): offset of the largest element in its plane; NULL: average pooling */
-    int64_t     planes;
+    int64_t     planes, pixel; /* NCHW: (images, channels), 1; NHWC: images, channels; pixel: distance of pixels */
     int         H, W, OH, OW, kh, kw, stride, pad;
     bool        add;
 } hpmlg_pool;
 
-/* Splits the index i of an element of an array (planes, h, w) into plane, row and column; returns the plane. */
-HPMLG_DEVICE int64_t hpmlg_plane_position(int64_t i, int h, int w, int *row, int *column)
+/* Computes the row and the column of element i of an array (planes, h, w, pixel). Returns the offset, in such an array
+   whose planes have `size` pixels, of the element in row 0 and column 0 that has the same other indices. */
+HPMLG_DEVICE int64_t hpmlg_plane_position(int64_t i, int h, int w, int64_t pixel, int64_t size, int *row, int *column)
 {
-    int64_t q = hpmlg_quotient(i, w), plane = hpmlg_quotient(q, h);
-    *column = (int)(i - q * w);
+    int64_t p = hpmlg_quotient(i, pixel), q = hpmlg_quotient(p, w), plane = hpmlg_quotient(q, h);
+    *column = (int)(p - q * w);
     *row    = (int)(q - plane * h);
-    return plane;
+    return plane * size * pixel + (i - p * pixel);
 }
 
 /* Computes [*from, *to), the pixels of pooling window number o along one dimension, limited to 0 to size - 1. */
@@ -2894,16 +3076,16 @@ HPMLG_DEVICE void hpmlg_window(int o, int stride, int pad, int kernel, int size,
 
 static __global__ void hpmlg_k_pool(hpmlg_pool p)
 {
-    HPMLG_FOR_EACH(i, p.planes * p.OH * p.OW) {
+    HPMLG_FOR_EACH(i, p.planes * p.pixel * p.OH * p.OW) {
         int     oh, ow, r0, r1, c0, c1;
-        int64_t x = hpmlg_plane_position(i, p.OH, p.OW, &oh, &ow) * p.H * p.W;
+        int64_t x = hpmlg_plane_position(i, p.OH, p.OW, p.pixel, (int64_t)p.H * p.W, &oh, &ow);
         hpmlg_window(oh, p.stride, p.pad, p.kh, p.H, &r0, &r1);
         hpmlg_window(ow, p.stride, p.pad, p.kw, p.W, &c0, &c1);
         int   best = r0 * p.W + c0;
-        float v = p.winner ? hpmlg_get(p.x, x + best) : 0;
+        float v = p.winner ? hpmlg_get(p.x, x + best * p.pixel) : 0;
         for (int r = r0; r < r1; r++)
             for (int c = c0; c < c1; c++) {
-                float w = hpmlg_get(p.x, x + r * p.W + c);
+                float w = hpmlg_get(p.x, x + (r * p.W + c) * p.pixel);
                 if (!p.winner) v += w;
                 else if (!(w <= v) && v == v) {
                     v    = w;
@@ -2917,15 +3099,15 @@ static __global__ void hpmlg_k_pool(hpmlg_pool p)
 
 static __global__ void hpmlg_k_pool_back(hpmlg_pool p)
 {
-    HPMLG_FOR_EACH(i, p.planes * p.H * p.W) {
+    HPMLG_FOR_EACH(i, p.planes * p.pixel * p.H * p.W) {
         int     r, c, r0, r1, c0, c1;
-        int64_t y = hpmlg_plane_position(i, p.H, p.W, &r, &c) * p.OH * p.OW;
+        int64_t y = hpmlg_plane_position(i, p.H, p.W, p.pixel, (int64_t)p.OH * p.OW, &r, &c);
         int     first_h = r + p.pad < p.kh ? 0 : (r + p.pad - p.kh) / p.stride + 1, last_h = (r + p.pad) / p.stride;
         int     first_w = c + p.pad < p.kw ? 0 : (c + p.pad - p.kw) / p.stride + 1, last_w = (c + p.pad) / p.stride;
         float   sum = p.add ? hpmlg_get(p.x, i) : 0;
         for (int oh = first_h; oh <= last_h && oh < p.OH; oh++)
             for (int ow = first_w; ow <= last_w && ow < p.OW; ow++) {
-                int64_t o = y + oh * p.OW + ow;
+                int64_t o = y + (oh * p.OW + ow) * p.pixel;
                 if (p.winner) {
                     if (p.winner[o] == r * p.W + c) sum += hpmlg_get(p.y, o);
                     continue;
@@ -2945,7 +3127,8 @@ HPMLG_FN void hpmlg_pool_pass(hpmlg_device *d, hpml_node *n, bool back)
     p.x      = hpmlg_value_or_grad(n->src[0], back);
     p.y      = hpmlg_value_or_grad(n->out, back);
     p.winner = n->op == HPML_OP_MAX_POOL2D ? (int *)n->saved : NULL;
-    p.planes = x[0] * x[1];
+    p.pixel  = hpmlg_is_nhwc(n->src[0]) ? x[1] : 1;
+    p.planes = x[0] * x[1] / p.pixel;
     p.H      = (int)x[2];
     p.W      = (int)x[3];
     p.OH     = (int)y[2];
@@ -2955,12 +3138,12 @@ HPMLG_FN void hpmlg_pool_pass(hpmlg_device *d, hpml_node *n, bool back)
     p.stride = n->attr.conv.stride[0];
     p.pad    = n->attr.conv.padding[0];
     p.add    = hpmlg_op_adds(n, back);
-    if (back) return HPMLG_RUN_ITEMS(d, hpmlg_k_pool_back, p.planes * p.H * p.W, 256, p);
+    if (back) return HPMLG_RUN_ITEMS(d, hpmlg_k_pool_back, hpml_tensor_count(n->src[0]), 256, p);
     if (!p.winner && p.pad == 0 && p.kh == p.H && p.kw == p.W) { /* global average pooling: the mean of each plane */
         int64_t pixels = x[2] * x[3];
-        return hpmlg_sum_run(d, p.y, p.x, hpmlg_broadcast_strides(p.planes, pixels, 1), 1 / (float)pixels, false);
+        return hpmlg_sum_run(d, p.y, p.x, hpmlg_broadcast_strides(p.planes, pixels, p.pixel), 1 / (float)pixels, false);
     }
-    HPMLG_RUN_ITEMS(d, hpmlg_k_pool, p.planes * p.OH * p.OW, 256, p);
+    HPMLG_RUN_ITEMS(d, hpmlg_k_pool, hpml_tensor_count(n->out), 256, p);
 }
 HPMLG_FN void hpmlg_op_max_pool2d(HPMLG_OP_ARGUMENTS) { hpmlg_pool_pass(d, n, back); }
 HPMLG_FN void hpmlg_op_avg_pool2d(HPMLG_OP_ARGUMENTS) { hpmlg_pool_pass(d, n, back); }
@@ -3251,7 +3434,7 @@ typedef struct hpmlg_operand {
     hpmlg_array x;
     int64_t     batch;        /* distance in elements from one matrix of the batch to the next */
     hpmlg_axis  line, k;
-    int64_t     H, W;         /* size of the image; H 0: the operand is not an image */
+    int64_t     H, W, pixel;  /* size of the image; distance in memory of pixels; H 0: the operand is not an image */
     int64_t     along_k;      /* 1: neighbours in k are closer in memory than neighbouring lines; 0: they are not */
     int64_t     ld;           /* distance of elements along one axis, if they are neighbours along the other; else 0 */
 } hpmlg_operand;
@@ -3265,7 +3448,7 @@ HPMLG_DEVICE float hpmlg_operand_get(const hpmlg_operand &o, int64_t base, hpmlg
     if (o.H) {
         int h = line.h + k.h, w = line.w + k.w;
         if ((unsigned)h >= (unsigned)o.H || (unsigned)w >= (unsigned)o.W) return 0;
-        at += (int64_t)h * o.W + w;
+        at += ((int64_t)h * o.W + w) * o.pixel;
     }
     return hpmlg_get(o.x, at);
 }
@@ -3806,13 +3989,14 @@ HPMLG_FN hpmlg_operand hpmlg_operand_of(hpmlg_array x, int64_t batch, hpmlg_axis
 }
 
 /* Describes, as hpmlg_operand_of does from the same first arguments (array, distance of matrices, axes), an operand
-   whose elements are pixels of images with H rows and W columns. */
+   whose elements are pixels of images with H rows and W columns. pixel: elements to the next pixel. */
 HPMLG_FN hpmlg_operand hpmlg_image_operand(hpmlg_array x, int64_t batch, hpmlg_axis line, hpmlg_axis k, bool along_k,
-                                           int64_t H, int64_t W)
+                                           int64_t H, int64_t W, int64_t pixel)
 {
     hpmlg_operand o = hpmlg_operand_of(x, batch, line, k, along_k);
-    o.H = H;
-    o.W = W;
+    o.H     = H;
+    o.W     = W;
+    o.pixel = pixel;
     return o;
 }
 
@@ -3853,6 +4037,7 @@ HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, hpmlg_epilogue 
 HPMLG_FN hpmlg_epilogue hpmlg_gemm_run(hpmlg_device *d, hpmlg_gemm *g)
 {
     hpmlg_epilogue done = {};
+    if (g->c.type == HPML_DTYPE_F32) g->bias_half = g->bias;
     if (!hpmlg_ok(d) || hpmlg_blas_product(d, g, &done)) return done;
     done.derivative = g->back;
     d->work.products[1]++;
@@ -3863,23 +4048,29 @@ HPMLG_FN hpmlg_epilogue hpmlg_gemm_run(hpmlg_device *d, hpmlg_gemm *g)
 /* Converts a parameter to its copy in bf16 or f16 again if the parameter has changed since the last conversion. */
 HPMLG_FN void hpmlg_half_copy_refresh(hpmlg_device *d, hpmlg_half_copy *w)
 {
+    hpmlg_array to = hpmlg_array_of(w->half, d->act_dtype), from = hpmlg_array_of((void *)w->w, HPML_DTYPE_F32);
     if (w->fresh) return;
-    hpmlg_copy_run(d, hpmlg_array_of(w->half, d->act_dtype), hpmlg_array_of((void *)w->w, HPML_DTYPE_F32), w->n, false);
+    if (w->channels) hpmlg_reorder_run(d, to, from, w->n / (w->channels * w->taps), w->channels, w->taps, true, false);
+    else hpmlg_copy_run(d, to, from, w->n, false);
     w->fresh = hpmlg_ok(d);
 }
 
 /* Returns the copy in bf16 or f16 of parameter t, allocated when first needed (the first run of a pass is not recorded,
-   so memory can be allocated); NULL, and an error on the context, when there is no memory. */
-HPMLG_FN void *hpmlg_half_copy_of(hpmlg_device *d, const hpml_tensor *t)
+   so memory can be allocated); NULL, and an error on the context, when there is no memory. nhwc: t is a filter (OC, C,
+   height, width), and its copy (OC, height, width, C). */
+HPMLG_FN void *hpmlg_half_copy_of(hpmlg_device *d, const hpml_tensor *t, bool nhwc)
 {
     hpmlg_half_copy *w = d->half_copies;
-    while (w && w->w != t->data) w = w->next;
+    int64_t          channels = nhwc && !hpmlg_has_any_order(t) ? t->shape[1] : 0;
+    while (w && (w->w != t->data || w->channels != channels)) w = w->next;
     if (!w) {
         void *copy = hpmlg_alloc_own(d, (size_t)hpml_tensor_count(t) * 2, "memory for half copies of parameters");
         if (!copy || !(w = (hpmlg_half_copy *)hpml_ctx_alloc(d->ctx, sizeof *w, NULL))) return NULL;
         w->w    = t->data;
         w->n    = hpml_tensor_count(t);
         w->half = copy;
+        w->channels = channels;
+        w->taps     = t->shape[2] * t->shape[3];
         w->next = d->half_copies;
         d->half_copies = w;
     }
@@ -3893,7 +4084,7 @@ HPMLG_FN hpmlg_array hpmlg_product_input(hpmlg_device *d, const hpml_tensor *t, 
 {
     hpmlg_array x = hpmlg_value(t);
     if (d->act_dtype == HPML_DTYPE_F32 || t->dtype != HPML_DTYPE_F32) return x;
-    if (t->param) return hpmlg_array_of(hpmlg_half_copy_of(d, t), d->act_dtype);
+    if (t->param) return hpmlg_array_of(hpmlg_half_copy_of(d, t, false), d->act_dtype);
     if (!place) return x;
     hpmlg_copy_run(d, hpmlg_array_of(place, d->act_dtype), x, hpml_tensor_count(t), false);
     return hpmlg_array_of(place, d->act_dtype);
@@ -3926,10 +4117,11 @@ HPMLG_FN void hpmlg_list_add(int list[16], int *count, int v)
 }
 
 #ifdef HPML_CUDA_NO_CUBLAS
-HPMLG_FN bool hpmlg_blas_product(hpmlg_device *, hpmlg_gemm *, hpmlg_epilogue *) { return false; }
-HPMLG_FN int  hpmlg_blas_algorithms(const hpmlg_device *, int *) { return 0; }
-HPMLG_FN void hpmlg_blas_open(hpmlg_device *) {}
-HPMLG_FN void hpmlg_blas_close(hpmlg_device *) {}
+HPMLG_FN bool    hpmlg_blas_product(hpmlg_device *, hpmlg_gemm *, hpmlg_epilogue *) { return false; }
+HPMLG_FN void    hpmlg_blas_open(hpmlg_device *) {}
+HPMLG_FN void    hpmlg_blas_close(hpmlg_device *) {}
+HPMLG_FN int64_t hpmlg_choices(void *, int64_t *, int64_t) { return 0; }
+HPMLG_FN void    hpmlg_choose(void *, const int64_t *, int64_t, bool) {}
 #else
 HPMLG_FN hpml_status hpmlg_blas_check(hpmlg_device *d, cublasStatus_t s, const char *what)
 {
@@ -3951,18 +4143,25 @@ typedef struct hpmlg_blas_key {
 
 typedef struct hpmlg_blas_plan {
     hpmlg_blas_key         key;
+    int64_t                choice;       /* 1 + index among cuBLASLt's proposals of the fastest; 0: none was timed */
+    int64_t                id;           /* number of the algorithm in cuBLASLt */
+    int64_t                apart;        /* 1: the product is faster with its epilogue as a kernel of its own */
     uint64_t               used;         /* hpmlg_device.clock at the last use; 0: the entry is free */
     bool                   set, usable;  /* set: cuBLASLt was asked for an algorithm; usable: it gave one that runs */
-    int                    id;           /* number of the algorithm in cuBLASLt */
+    bool                   taken;        /* true: choice, id and apart are from a checkpoint or another rank */
     cublasLtMatmulDesc_t   op;
     cublasLtMatrixLayout_t a, b, c;
     cublasLtMatmulAlgo_t   algo;
 } hpmlg_blas_plan;
 
-#define HPMLG_BLAS_PLANS 256
+#define HPMLG_BLAS_PLANS     256
+#define HPMLG_BLAS_PROPOSALS 8 /* algorithms of cuBLASLt that are timed */
 
 typedef struct hpmlg_blas {
     cublasLtHandle_t handle;
+    cudaEvent_t      from, to;  /* with hpml_cuda_desc.tune: begin and end of a timed run */
+    bool             ignored;   /* true: choices of a checkpoint or another rank do not fit this device */
+    bool             settled;   /* true: ranks have agreed on their choices, so that nothing more is timed */
     hpmlg_blas_plan  plans[HPMLG_BLAS_PLANS];
 } hpmlg_blas;
 
@@ -4016,63 +4215,11 @@ HPMLG_FN cublasStatus_t hpmlg_blas_describe(const hpmlg_device *d, hpmlg_blas_pl
     return s;
 }
 
-/* Sets the addresses of bias and z, the activation's saved input (NULL: none), in a plan's cuBLASLt descriptor. */
-HPMLG_FN cublasStatus_t hpmlg_blas_set_pointers(hpmlg_blas_plan *p, const void *bias, void *z)
+/* Describes the product g in *k for cuBLASLt. Returns false if cuBLASLt must not be asked. The bias, or the bias sums,
+   must be aligned to 16 bytes, because cuBLASLt has no preference for the alignment of vectors. */
+HPMLG_FN bool hpmlg_blas_key_of(hpmlg_blas_key *k, const hpmlg_gemm *g)
 {
-    cublasStatus_t s = CUBLAS_STATUS_SUCCESS;
-    if (bias) HPMLG_BLAS_SET(BIAS_POINTER, bias);
-    if (z) HPMLG_BLAS_SET(EPILOGUE_AUX_POINTER, z);
-    return s;
-}
-
-/* Asks cuBLASLt for an algorithm for plan p; keeps the answer in *p, a refusal too. bias, z: addresses of the bias and
-   of the activation's saved input; NULL: the product has none. */
-HPMLG_FN void hpmlg_blas_choose(hpmlg_device *d, hpmlg_blas *blas, hpmlg_blas_plan *p, const void *bias, void *z)
-{
-    cublasLtMatmulPreference_t       want = NULL;
-    cublasLtMatmulHeuristicResult_t  found[4];
-    int                              count = 0;
-    uint32_t                         align = (uint32_t)p->key.align;
-    cublasStatus_t s = hpmlg_blas_describe(d, p);
-    HPMLG_TRY(s, hpmlg_blas_set_pointers(p, bias, z));
-    HPMLG_TRY(s, cublasLtMatmulPreferenceCreate(&want));
-    HPMLG_TRY(s, cublasLtMatmulPreferenceSetAttribute(want, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                                                      &d->d.workspace, sizeof d->d.workspace));
-    for (int i = 0; i < 4; i++) {
-        static const cublasLtMatmulPreferenceAttributes_t bytes[4] = {
-            CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
-            CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES };
-        HPMLG_TRY(s, cublasLtMatmulPreferenceSetAttribute(want, bytes[i], &align, sizeof align));
-    }
-    HPMLG_TRY(s, cublasLtMatmulAlgoGetHeuristic(blas->handle, p->op, p->a, p->b, p->c, p->c, want, 4, found, &count));
-    if (want) cublasLtMatmulPreferenceDestroy(want);
-    p->set = true;
-    for (int i = 0; i < count && s == CUBLAS_STATUS_SUCCESS && !p->usable; i++) {
-        if (found[i].state != CUBLAS_STATUS_SUCCESS) continue;
-        size_t written = 0;
-        p->usable = true;
-        p->algo   = found[i].algo;
-        p->id     = -1;
-        cublasLtMatmulAlgoConfigGetAttribute(&p->algo, CUBLASLT_ALGO_CONFIG_ID, &p->id, sizeof p->id, &written);
-        if (found[i].workspaceSize > d->workspace_wanted) d->workspace_wanted = found[i].workspaceSize;
-    }
-    if (!hpmlg_blas_refused(s)) hpmlg_blas_check(d, s, "cublasLtMatmulAlgoGetHeuristic");
-}
-
-/* Lists cuBLASLt's numbers of the algorithms that products use, each number once; returns how many there are. */
-HPMLG_FN int hpmlg_blas_algorithms(const hpmlg_device *d, int list[16])
-{
-    const hpmlg_blas *blas = (const hpmlg_blas *)d->blas;
-    int               count = 0;
-    for (int i = 0; blas && i < HPMLG_BLAS_PLANS; i++)
-        if (blas->plans[i].usable) hpmlg_list_add(list, &count, blas->plans[i].id);
-    return count;
-}
-
-/* Describes the product g in *k for cuBLASLt. Returns false if cuBLASLt must not be asked. line: the vector of bias or
-   of bias sums, which must be aligned to 16 bytes, because cuBLASLt has no preference for the alignment of vectors. */
-HPMLG_FN bool hpmlg_blas_key_of(hpmlg_blas_key *k, const hpmlg_gemm *g, const void *line)
-{
+    const void *line = g->sums ? g->sums : g->bias_half;
     memset(k, 0, sizeof *k);
     if (g->a.x.type != g->b.x.type || (g->c.type != g->a.x.type && g->c.type != HPML_DTYPE_F32)) return false;
     k->trans_a = !g->a.along_k;
@@ -4128,40 +4275,116 @@ HPMLG_FN void hpmlg_blas_count(hpmlg_device *d, cublasLtEpilogue_t e, bool refus
     }
 }
 
+/* Returns true if plan p fuses more into the product's kernel than the bias. */
+HPMLG_FN bool hpmlg_blas_fuses(const hpmlg_blas_plan *p)
+{
+    return p->key.epilogue != CUBLASLT_EPILOGUE_BIAS && p->key.epilogue != CUBLASLT_EPILOGUE_DEFAULT;
+}
+
+/* Sets the addresses of bias (or bias sums) and z of the product g in plan p's cuBLASLt descriptor. */
+HPMLG_FN cublasStatus_t hpmlg_blas_set_pointers(hpmlg_blas_plan *p, const hpmlg_gemm *g)
+{
+    const void    *line = p->key.epilogue == CUBLASLT_EPILOGUE_BGRADB ? g->sums : g->bias_half;
+    cublasStatus_t s = CUBLAS_STATUS_SUCCESS;
+    if (line) HPMLG_BLAS_SET(BIAS_POINTER, line);
+    if (g->z.p && hpmlg_blas_fuses(p)) HPMLG_BLAS_SET(EPILOGUE_AUX_POINTER, g->z.p);
+    return s;
+}
+
+/* Runs the product g, with its activation, by plan p and the algorithm `algo`. */
+HPMLG_FN cublasStatus_t hpmlg_blas_run(hpmlg_device *d, hpmlg_blas_plan *p, const hpmlg_gemm *g,
+                                       const cublasLtMatmulAlgo_t *algo)
+{
+    bool           act_after = g->act && !g->back && !hpmlg_blas_fuses(p);
+    hpmlg_array    c = act_after && g->z.p ? g->z : g->c;
+    float          beta = g->add ? 1.0f : 0.0f;
+    cublasStatus_t s = hpmlg_blas_set_pointers(p, g);
+    HPMLG_TRY(s, cublasLtMatmul(((hpmlg_blas *)d->blas)->handle, p->op, &g->alpha, g->b.x.p, p->a, g->a.x.p, p->b,
+                                &beta, c.p, p->c, c.p, p->c, algo, d->workspace, d->d.workspace, d->stream));
+    if (s == CUBLAS_STATUS_SUCCESS && act_after)
+        HPMLG_RUN_ITEMS(d, hpmlg_k_act, g->m * g->n, 2048, g->c, c, hpmlg_array_null(), (int)g->act, g->slope,
+                        g->m * g->n, false);
+    return s;
+}
+
+/* Asks cuBLASLt for algorithms for plan p of the product g: `count` of them in found. */
+HPMLG_FN cublasStatus_t hpmlg_blas_ask(hpmlg_device *d, hpmlg_blas_plan *p, const hpmlg_gemm *g,
+                                       cublasLtMatmulHeuristicResult_t *found, int *count)
+{
+    cublasLtMatmulPreference_t want = NULL;
+    uint32_t                   align = (uint32_t)p->key.align;
+    cublasStatus_t             s = hpmlg_blas_describe(d, p);
+    HPMLG_TRY(s, hpmlg_blas_set_pointers(p, g));
+    HPMLG_TRY(s, cublasLtMatmulPreferenceCreate(&want));
+    HPMLG_TRY(s, cublasLtMatmulPreferenceSetAttribute(want, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                                                      &d->d.workspace, sizeof d->d.workspace));
+    for (int i = 0; i < 4; i++) {
+        static const cublasLtMatmulPreferenceAttributes_t bytes[4] = {
+            CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+            CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES };
+        HPMLG_TRY(s, cublasLtMatmulPreferenceSetAttribute(want, bytes[i], &align, sizeof align));
+    }
+    HPMLG_TRY(s, cublasLtMatmulAlgoGetHeuristic(((hpmlg_blas *)d->blas)->handle, p->op, p->a, p->b, p->c, p->c, want,
+                                                d->d.tune ? HPMLG_BLAS_PROPOSALS : 4, found, count));
+    if (want) cublasLtMatmulPreferenceDestroy(want);
+    if (s != CUBLAS_STATUS_SUCCESS) *count = 0;
+    return s;
+}
+
+HPMLG_FN int hpmlg_blas_id(const cublasLtMatmulAlgo_t *algo)
+{
+    int    id = -1; /* the number by which cuBLASLt knows the algorithm */
+    size_t written = 0;
+    cublasLtMatmulAlgoConfigGetAttribute(algo, CUBLASLT_ALGO_CONFIG_ID, &id, sizeof id, &written);
+    return id;
+}
+
+HPMLG_FN int hpmlg_blas_pick(hpmlg_device *d, hpmlg_blas_plan *p, const hpmlg_gemm *g,
+                             const cublasLtMatmulHeuristicResult_t *found, int count);
+
+/* Returns the plan of the product g; full: with all that cuBLASLt can fuse, else with the bias alone. For a new plan
+   asks cuBLASLt for algorithms and keeps one of them, or the refusal. */
+HPMLG_FN hpmlg_blas_plan *hpmlg_blas_plan_of(hpmlg_device *d, const hpmlg_gemm *g, bool full)
+{
+    cublasLtMatmulHeuristicResult_t found[HPMLG_BLAS_PROPOSALS];
+    hpmlg_blas_key                  key;
+    int                             count = 0;
+    hpmlg_blas_key_of(&key, g);
+    key.epilogue = (int64_t)hpmlg_blas_epilogue(d, g, full);
+    if (!full && g->act && !g->back && g->z.p) key.c_type = g->z.type;
+    hpmlg_blas_plan *p = hpmlg_cache_find(d, ((hpmlg_blas *)d->blas)->plans, key);
+    if (p->set) return p;
+    cublasStatus_t s = hpmlg_blas_ask(d, p, g, found, &count);
+    int            pick = hpmlg_blas_pick(d, p, g, found, count);
+    p->set    = true;
+    p->usable = pick >= 0;
+    if (p->usable) {
+        p->algo = found[pick].algo;
+        p->id   = hpmlg_blas_id(&p->algo);
+        if (found[pick].workspaceSize > d->workspace_wanted) d->workspace_wanted = found[pick].workspaceSize;
+    }
+    if (!hpmlg_blas_refused(s)) hpmlg_blas_check(d, s, "cublasLtMatmulAlgoGetHeuristic");
+    return p;
+}
+
 /* Runs the product g by cuBLASLt: first with activation, derivative or sums fused, if there are any; if cuBLASLt has no
-   such product, with the bias alone and the activation as a kernel after it. *done: what was fused. Returns false if
-   cuBLASLt cannot run the product in either way. */
+   such product, or it is slower, with the bias alone and the activation as a kernel after it. *done: what was fused.
+   Returns false if cuBLASLt cannot run the product in either way. */
 HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, hpmlg_epilogue *done)
 {
-    hpmlg_blas    *blas = (hpmlg_blas *)d->blas;
     hpmlg_blas_key key;
-    const void    *bias = g->c.type != HPML_DTYPE_F32 && g->bias ? g->bias_half : g->bias;
-    float          beta = g->add ? 1.0f : 0.0f;
-    bool           act  = g->act != HPML_ACT_NONE && !g->back, one = g->ldc == g->n && g->batch == 1;
-    if (!blas || !hpmlg_blas_key_of(&key, g, g->sums ? g->sums : bias)) return false;
-    if ((g->bias && !bias) || (act && !one)) return false;
+    bool           act = g->act != HPML_ACT_NONE && !g->back, one = g->ldc == g->n && g->batch == 1;
+    if (!d->blas || !hpmlg_blas_key_of(&key, g)) return false;
+    if ((g->bias && !g->bias_half) || (act && !one)) return false;
     for (int full = act || g->back || g->sums; full >= 0; full--) {
-        cublasLtEpilogue_t e = hpmlg_blas_epilogue(d, g, full);
-        bool        plain = e == CUBLASLT_EPILOGUE_BIAS || e == CUBLASLT_EPILOGUE_DEFAULT, act_after = act && plain;
-        void       *z = !plain ? g->z.p : NULL;
-        void       *c = act_after && g->z.p ? g->z.p : g->c.p;
-        const void *line = e == CUBLASLT_EPILOGUE_BGRADB ? g->sums : bias;
-        if (plain && full) continue; /* no more than the bias can be fused: next turn */
-        key.epilogue = (int64_t)e;
-        key.c_type   = act_after && g->z.p ? g->z.type : g->c.type;
-        hpmlg_blas_plan *p = hpmlg_cache_find(d, blas->plans, key);
-        if (!p->set) hpmlg_blas_choose(d, blas, p, line, z);
-        cublasStatus_t s = p->usable ? hpmlg_blas_set_pointers(p, line, z) : CUBLAS_STATUS_NOT_SUPPORTED;
-        HPMLG_TRY(s, cublasLtMatmul(blas->handle, p->op, &g->alpha, g->b.x.p, p->a, g->a.x.p, p->b, &beta, c, p->c, c,
-                                    p->c, &p->algo, d->workspace, d->d.workspace, d->stream));
+        hpmlg_blas_plan *p = hpmlg_blas_plan_of(d, g, full);
+        if (full && (!hpmlg_blas_fuses(p) || p->apart)) continue; /* next turn: no more than the bias is fused */
+        cublasStatus_t s = p->usable ? hpmlg_blas_run(d, p, g, &p->algo) : CUBLAS_STATUS_NOT_SUPPORTED;
         p->usable = !hpmlg_blas_refused(s); /* some refusals come only from this call */
-        hpmlg_blas_count(d, e, !p->usable);
+        hpmlg_blas_count(d, (cublasLtEpilogue_t)p->key.epilogue, !p->usable);
         if (!p->usable) continue;
         hpmlg_blas_check(d, s, "cublasLtMatmul");
         d->work.products[0]++;
-        if (act_after)
-            HPMLG_RUN_ITEMS(d, hpmlg_k_act, g->m * g->n, 2048, g->c, g->z.p ? g->z : g->c, hpmlg_array_null(),
-                            (int)g->act, g->slope, g->m * g->n, false);
         done->derivative = full && g->back;
         done->row_sums   = full && g->sums;
         return true;
@@ -4175,13 +4398,148 @@ HPMLG_FN void hpmlg_blas_open(hpmlg_device *d)
     hpmlg_blas *blas = (hpmlg_blas *)hpml_ctx_alloc(d->ctx, sizeof *blas, NULL);
     d->blas = blas;
     if (blas) hpmlg_blas_check(d, cublasLtCreate(&blas->handle), "cublasLtCreate");
+    if (blas && d->d.tune) hpmlg_check(d, cudaEventCreate(&blas->from), "an event");
+    if (blas && d->d.tune) hpmlg_check(d, cudaEventCreate(&blas->to), "an event");
 }
 
 HPMLG_FN void hpmlg_blas_close(hpmlg_device *d)
 {
     hpmlg_blas *blas = (hpmlg_blas *)d->blas;
     for (int i = 0; blas && i < HPMLG_BLAS_PLANS; i++) hpmlg_destroy(&blas->plans[i]);
+    if (blas && blas->from) cudaEventDestroy(blas->from);
+    if (blas && blas->to) cudaEventDestroy(blas->to);
     if (blas && blas->handle) cublasLtDestroy(blas->handle);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>gpu-tune   products chosen by the clock
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* cuBLASLt sorts its algorithms for a product by estimated time. With hpml_cuda_desc.tune they run a few times while a
+   pass first runs, and the fastest is kept; likewise of a product with its epilogue fused and apart. These runs write
+   to memory of their own, because a product may add to its result. A choice is an index among cuBLASLt's proposals, so
+   that a choice from a file, whatever it is, runs no more than what cuBLASLt proposes. */
+
+HPMLG_FN void hpmlg_act_bias_grad(hpmlg_device *d, hpmlg_array dy, hpmlg_array v, hpml_act act, float slope,
+                                  hpmlg_strides w, float *db, bool add);
+
+/* Returns the milliseconds of the fastest run of the product g by plan p and the algorithm `algo`, with the kernels by
+   which g's caller does what is not fused; HUGE_VALF: cuBLASLt refuses, or an error is on the context. */
+HPMLG_FN float hpmlg_tune_time(hpmlg_device *d, hpmlg_blas_plan *p, const hpmlg_gemm *g,
+                               const cublasLtMatmulAlgo_t *algo)
+{
+    const hpmlg_blas *blas = (const hpmlg_blas *)d->blas;
+    hpmlg_strides     cells = hpmlg_broadcast_strides(1, g->m, g->n), sums = hpmlg_broadcast_strides(1, g->k, g->m);
+    float             least = HUGE_VALF, ms = 0;
+    for (int i = 0; i < 6; i++) { /* of which the first may take longer */
+        cudaError_t e = cudaEventRecord(blas->from, d->stream);
+        if (hpmlg_blas_run(d, p, g, algo) != CUBLAS_STATUS_SUCCESS) return HUGE_VALF;
+        if (g->back && !hpmlg_blas_fuses(p))
+            hpmlg_act_bias_grad(d, g->c, g->z, (hpml_act)g->act, g->slope, cells, NULL, false);
+        if (g->sums && !hpmlg_blas_fuses(p))
+            hpmlg_act_bias_grad(d, g->a.x, hpmlg_array_null(), HPML_ACT_NONE, 0, sums, g->sums, false);
+        HPMLG_TRY(e, cudaEventRecord(blas->to, d->stream));
+        HPMLG_TRY(e, cudaEventSynchronize(blas->to));
+        HPMLG_TRY(e, cudaEventElapsedTime(&ms, blas->from, blas->to));
+        d->waits++;
+        if (hpmlg_check(d, e, "timing a product") != HPML_OK) return HUGE_VALF;
+        if (ms < least) least = ms;
+    }
+    return least;
+}
+
+/* Times the proposals found[first] to found[count - 1] for plan p of the product g and, if p fuses more than the bias,
+   the product that does not. Returns the index of the fastest; `first` if there is no memory. */
+HPMLG_FN int hpmlg_tune(hpmlg_device *d, hpmlg_blas_plan *p, const hpmlg_gemm *g,
+                        const cublasLtMatmulHeuristicResult_t *found, int first, int count)
+{
+    hpmlg_gemm       copy  = *g;
+    hpmlg_blas_plan *apart = hpmlg_blas_fuses(p) ? hpmlg_blas_plan_of(d, g, false) : NULL;
+    int64_t          cells = (g->batch - 1) * g->c_batch + (g->m - 1) * g->ldc + g->n;
+    size_t           bytes = (size_t)(cells + 63) / 64 * 64 * sizeof(float); /* of c, and of z, which may be halves */
+    char            *memory = (char *)hpmlg_alloc(d, 2 * bytes + (size_t)g->m * sizeof(float));
+    float            least = HUGE_VALF, ms;
+    if (!memory) return first;
+    copy.c.p = memory;
+    if (g->z.p && !g->back) copy.z.p = memory + bytes;
+    if (g->sums) copy.sums = (float *)(void *)(memory + 2 * bytes);
+    for (int i = first; i < count; i++) {
+        ms = found[i].state == CUBLAS_STATUS_SUCCESS ? hpmlg_tune_time(d, p, &copy, &found[i].algo) : HUGE_VALF;
+        if (ms < least) p->choice = i + 1;
+        if (ms < least) least = ms;
+    }
+    if (p->choice && apart && apart->choice) p->apart = hpmlg_tune_time(d, apart, &copy, &apart->algo) < least;
+    hpmlg_free(d, memory, 0);
+    return p->choice > 0 ? (int)p->choice - 1 : first;
+}
+
+/* Returns the index in `found` of the algorithm for plan p of the product g: the choice taken from a checkpoint or
+   another rank, else the fastest or, if none is timed, the first; -1: there is none. */
+HPMLG_FN int hpmlg_blas_pick(hpmlg_device *d, hpmlg_blas_plan *p, const hpmlg_gemm *g,
+                             const cublasLtMatmulHeuristicResult_t *found, int count)
+{
+    int64_t choice = p->choice;
+    int     first = 0;
+    while (first < count && found[first].state != CUBLAS_STATUS_SUCCESS) first++;
+    if (p->taken && choice > 0 && choice <= count && found[choice - 1].state == CUBLAS_STATUS_SUCCESS &&
+        hpmlg_blas_id(&found[choice - 1].algo) == p->id)
+        return (int)choice - 1;
+    if (p->taken) ((hpmlg_blas *)d->blas)->ignored = true;
+    p->taken  = false;
+    p->choice = 0;
+    p->apart  = 0;
+    if (first == count) return -1;
+    if (!d->d.tune || d->recording || ((hpmlg_blas *)d->blas)->settled) return first;
+    return hpmlg_tune(d, p, g, found, first, count);
+}
+
+#define HPMLG_SETTING 6 /* numbers on which cuBLASLt's proposals depend */
+#define HPMLG_CHOICE  ((int64_t)(offsetof(hpmlg_blas_plan, used) / sizeof(int64_t))) /* int64_t's up to `used` */
+
+/* Implements the backend's `choices`: the setting, then the numbers of each plan with a choice. */
+HPMLG_FN int64_t hpmlg_choices(void *device, int64_t *numbers, int64_t capacity)
+{
+    const hpmlg_device *d    = hpmlg_make_current(device);
+    const hpmlg_blas   *blas = (const hpmlg_blas *)d->blas;
+    hpml_cuda_info      gpu = {};
+    int64_t             n = HPMLG_SETTING;
+    if (!blas || !d->d.tune) return 0;
+    hpml_cuda_device_info(d->d.device, &gpu);
+    const int64_t setting[HPMLG_SETTING] = { (int64_t)cublasLtGetVersion(), gpu.major * 10 + gpu.minor,
+                                             gpu.multiprocessors, (int64_t)(gpu.memory >> 30), d->d.precision,
+                                             (int64_t)d->d.workspace };
+    if (n <= capacity) memcpy(numbers, setting, sizeof setting);
+    for (const hpmlg_blas_plan &p : blas->plans) {
+        if (p.choice == 0) continue;
+        n += HPMLG_CHOICE;
+        if (n <= capacity) memcpy(numbers + n - HPMLG_CHOICE, &p, (size_t)HPMLG_CHOICE * sizeof *numbers);
+    }
+    return n;
+}
+
+/* Implements the backend's `choose`. If a choice changes, passes run op by op once more, then are recorded again. */
+HPMLG_FN void hpmlg_choose(void *device, const int64_t *numbers, int64_t count, bool settled)
+{
+    hpmlg_device   *d    = hpmlg_make_current(device);
+    hpmlg_blas     *blas = (hpmlg_blas *)d->blas;
+    hpmlg_blas_plan taken = {};
+    int64_t         setting[HPMLG_SETTING];
+    if (hpmlg_choices(d, setting, HPMLG_SETTING) == 0) return;
+    blas->settled = settled;
+    blas->ignored = count < HPMLG_SETTING || memcmp(numbers, setting, sizeof setting) != 0;
+    for (int64_t at = HPMLG_SETTING; !blas->ignored && at + HPMLG_CHOICE <= count; at += HPMLG_CHOICE) {
+        memcpy((void *)&taken, numbers + at, (size_t)HPMLG_CHOICE * sizeof *numbers);
+        hpmlg_blas_plan *p = hpmlg_cache_find(d, blas->plans, taken.key);
+        if (memcmp((void *)p, numbers + at, (size_t)HPMLG_CHOICE * sizeof *numbers) == 0) continue;
+        taken.used  = p->used;
+        taken.taken = true;
+        hpmlg_destroy(p);
+        *p = taken;
+        for (hpmlg_pass &pass : d->passes) {
+            hpmlg_destroy(&pass);
+            pass.has_run = false;
+        }
+    }
 }
 #endif
 
@@ -4295,7 +4653,7 @@ HPMLG_FN void hpmlg_linear_forward(hpmlg_device *d, hpml_node *n)
     g.slope = n->attr.act.slope;
     g.z     = hpmlg_array_of(n->saved, n->out->dtype);
     if (bias) g.bias = bias->data;
-    if (bias && g.c.type != HPML_DTYPE_F32) g.bias_half = hpmlg_half_copy_of(d, bias);
+    if (bias && g.c.type != HPML_DTYPE_F32) g.bias_half = hpmlg_half_copy_of(d, bias, false);
     hpmlg_gemm_run(d, &g);
 }
 
@@ -4383,15 +4741,19 @@ HPMLG_FN void hpmlg_op_linear(HPMLG_OP_ARGUMENTS)
 
    Likewise dx (C, pixels) = w' (C, OC taps) dy' (OC taps, pixels), and dw (OC, C taps) = dy (OC, pixels) x'^T. With a
    stride, pixels of x with the same remainder modulo the stride are reached by the same taps: dx is one product for
-   each remainder. Groups are a batch of products. */
+   each remainder. Groups are a batch of products. Where cuDNN refuses a convolution of a half model, images are NHWC
+   (>>gpu-nhwc), for which only the strides differ. A model that uses no cuDNN at all is NCHW. */
 
 typedef struct hpmlg_conv {
     int64_t B, C, H, W, OC, OH, OW, groups; /* B images; x (C, H, W) and y (OC, OH, OW) of one group */
     int64_t taps, P;                        /* elements of the kernel's window; pixels of a plane of y */
+    bool    nhwc;                           /* true: x and y are NHWC in memory, and half copies of w (OC, taps, C) */
+    /* distances in memory: of channels and pixels of x and of y; of channels and taps of a filter's half copy */
+    int64_t x_channel, x_pixel, y_channel, y_pixel, w_channel, w_tap;
     const int32_t *kernel, *stride, *padding, *dilation; /* (2): along height, width */
 } hpmlg_conv;
 
-HPMLG_FN hpmlg_conv hpmlg_conv_of(const hpml_node *n)
+HPMLG_FN hpmlg_conv hpmlg_conv_of(const hpmlg_device *d, const hpml_node *n)
 {
     const hpml_tensor *x = n->src[0], *y = n->out;
     hpmlg_conv         c = {};
@@ -4409,7 +4771,21 @@ HPMLG_FN hpmlg_conv hpmlg_conv_of(const hpml_node *n)
     c.dilation  = n->attr.conv.dilation;
     c.taps      = (int64_t)c.kernel[0] * c.kernel[1];
     c.P         = c.OH * c.OW;
+    c.nhwc      = d->nhwc && hpmlg_fits_nhwc(x) && hpmlg_fits_nhwc(y);
+    c.x_channel = c.nhwc ? 1 : c.H * c.W;
+    c.x_pixel   = c.nhwc ? x->shape[1] : 1;
+    c.y_channel = c.nhwc ? 1 : c.P;
+    c.y_pixel   = c.nhwc ? y->shape[1] : 1;
+    c.w_channel = c.nhwc ? 1 : c.taps;
+    c.w_tap     = c.nhwc ? c.C : 1;
     return c;
+}
+
+/* Returns the filter of convolution n for products: in a half model its half copy, in the order of n's images. */
+HPMLG_FN hpmlg_array hpmlg_conv_filter(hpmlg_device *d, const hpml_node *n)
+{
+    if (!hpmlg_conv_of(d, n).nhwc) return hpmlg_product_input(d, n->src[1], NULL);
+    return hpmlg_array_of(hpmlg_half_copy_of(d, n->src[1], true), d->act_dtype);
 }
 
 /* The pixels of x along one axis that have one remainder modulo the stride: `count` pixels, first, first + stride, ...
@@ -4439,10 +4815,10 @@ HPMLG_FN void hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy
         hpmlg_residue h = hpmlg_residue_of(c, 0, i / c->stride[1], c->H);
         hpmlg_residue v = hpmlg_residue_of(c, 1, i % c->stride[1], c->W);
         hpmlg_axis    pixels = hpmlg_axis_3d(h.count, v.count, c->groups * c->OC * c->P, 0, 0);
-        hpmlg_axis    taps   = hpmlg_axis_3d(h.taps, v.taps, c->P, 0, 0);
+        hpmlg_axis    taps   = hpmlg_axis_3d(h.taps, v.taps, c->y_channel, 0, 0);
         hpmlg_product j      = {};
         j.batch = c->groups;
-        j.c     = hpmlg_array_at(dx, h.first * c->W + v.first);
+        j.c     = hpmlg_array_at(dx, (h.first * c->W + v.first) * c->x_pixel);
         j.alpha = 1;
         j.add   = add;
         j.m     = c->C;
@@ -4455,25 +4831,32 @@ HPMLG_FN void hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy
         pixels.w  = 1;
         taps.h    = (int16_t)-h.back;
         taps.w    = (int16_t)-v.back;
-        j.a = hpmlg_operand_of(hpmlg_array_at(w, h.tap * kw + v.tap), c->OC * c->C * c->taps, hpmlg_axis_1d(c->taps),
-                               hpmlg_axis_3d(h.taps, v.taps, c->C * c->taps, h.step * kw, v.step), true);
-        j.b = hpmlg_image_operand(dy, c->OC * c->P, pixels, taps, false, c->OH, c->OW);
-        j.ldc     = size;
-        j.c_batch = c->C * size;
-        j.col = hpmlg_axis_3d(h.count, v.count, c->groups * c->C * size, c->stride[0] * c->W, c->stride[1]);
+        j.a = hpmlg_operand_of(hpmlg_array_at(w, (h.tap * kw + v.tap) * c->w_tap), c->OC * c->C * c->taps,
+                               hpmlg_axis_1d(c->w_channel),
+                               hpmlg_axis_3d(h.taps, v.taps, c->C * c->taps, h.step * kw * c->w_tap, v.step * c->w_tap),
+                               true);
+        j.b = hpmlg_image_operand(dy, c->OC * c->y_channel, pixels, taps, false, c->OH, c->OW, c->y_pixel);
+        j.ldc     = c->x_channel;
+        j.c_batch = c->C * c->x_channel;
+        j.col = hpmlg_axis_3d(h.count, v.count, c->groups * c->C * size, c->stride[0] * c->W * c->x_pixel,
+                              c->stride[1] * c->x_pixel);
         hpmlg_product_run(d, &j);
     }
 }
 
-/* Computes y (images, C, P) = act(y + bias), in place; C channels of P pixels; bias (C) or NULL; n: elements of y. */
+/* Computes y (images, C, P) = act(y + bias), in place; bias (C) or NULL; n: elements of y. P is 1 for NHWC images. */
 static __global__ void hpmlg_k_bias_act(hpmlg_array y, const float *bias, int act, int64_t C, int64_t P, int64_t n)
 {
-    bool one = P % 8 == 0; /* true: the eight pixels of each vec8 are in one plane */
     HPMLG_FOR_EACH_VEC8(at, n) {
         hpmlg_vec8 e = hpmlg_get_range(y, at, 0, n, 0);
-        float      b = bias && one ? bias[at / P % C] : 0;
-        for (int j = 0; j < 8; j++)
-            e.v[j] = hpmlg_act_called(act, 0.01f, e.v[j] + (bias && !one ? bias[(at + j) / P % C] : b));
+        int64_t    plane = hpmlg_quotient(at, P), r = at - plane * P, c = plane - hpmlg_quotient(plane, C) * C;
+        for (int j = 0; j < 8; j++, r++) {
+            if (r == P) {
+                r = 0;
+                c = c + 1 == C ? 0 : c + 1;
+            }
+            e.v[j] = hpmlg_act_called(act, 0.01f, e.v[j] + (bias ? bias[c] : 0));
+        }
         hpmlg_put_range(y, at, 0, n, e, false);
     }
 }
@@ -4488,14 +4871,15 @@ HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, 
 HPMLG_FN void hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
                              hpmlg_array y, bool add)
 {
-    hpmlg_conv    c = hpmlg_conv_of(n);
+    hpmlg_conv    c = hpmlg_conv_of(d, n);
     hpmlg_product j = {};
-    int64_t       size = c.C * c.taps, image = c.C * c.H * c.W;
+    int64_t       size = c.C * c.taps, kw = c.kernel[1];
     /* axes: pixels: the pixels of y in y; windows: the pixel of x under tap (0, 0), for each pixel of y; taps: the
-       pixels of x under all taps, relative to tap (0, 0) */
-    hpmlg_axis    pixels = hpmlg_axis_3d(c.P, 1, c.groups * c.OC * c.P, 1, 0);
-    hpmlg_axis    windows = hpmlg_axis_3d(c.OH, c.OW, c.groups * image, 0, 0);
-    hpmlg_axis    taps = hpmlg_axis_3d(c.kernel[0], c.kernel[1], c.H * c.W, 0, 0);
+       pixels of x under all taps, relative to tap (0, 0); weights: the elements of w under all taps */
+    hpmlg_axis    pixels = hpmlg_axis_3d(c.P, 1, c.groups * c.OC * c.P, c.y_pixel, 0);
+    hpmlg_axis    windows = hpmlg_axis_3d(c.OH, c.OW, c.groups * c.C * c.H * c.W, 0, 0);
+    hpmlg_axis    taps = hpmlg_axis_3d(c.kernel[0], kw, c.x_channel, 0, 0);
+    hpmlg_axis    weights = hpmlg_axis_3d(c.kernel[0], kw, c.w_channel, kw * c.w_tap, c.w_tap);
     if (!hpmlg_ok(d) || hpmlg_dnn_run(d, n, pass, x, w, y, add)) return;
     d->work.convolutions[1]++;
     if (pass == HPMLG_DNN_DX) return hpmlg_conv_dx(d, &c, y, w, x, add);
@@ -4510,13 +4894,13 @@ HPMLG_FN void hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass,
     j.alpha    = 1;
     j.add      = add;
     if (pass == HPMLG_DNN_Y) {
-        j.a          = hpmlg_matrix(w, size, c.OC * size, true);
-        j.b          = hpmlg_image_operand(x, image, windows, taps, false, c.H, c.W);
+        j.a          = hpmlg_operand_of(w, c.OC * size, hpmlg_axis_1d(size), weights, true);
+        j.b          = hpmlg_image_operand(x, c.C * c.x_channel, windows, taps, false, c.H, c.W, c.x_pixel);
         j.c          = y;
         j.n          = c.B * c.P;
         j.k          = size;
-        j.ldc        = c.P;
-        j.c_batch    = c.OC * c.P;
+        j.ldc        = c.y_channel;
+        j.c_batch    = c.OC * c.y_channel;
         j.col        = pixels;
         j.bias       = hpmlg_param_value(n, 2);
         j.bias_row   = 1;
@@ -4524,8 +4908,8 @@ HPMLG_FN void hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass,
         j.act        = n->attr.conv.act;
         j.slope      = 0.01f;
     } else {
-        j.a       = hpmlg_operand_of(y, c.OC * c.P, hpmlg_axis_1d(c.P), pixels, true);
-        j.b       = hpmlg_image_operand(x, image, taps, windows, true, c.H, c.W);
+        j.a       = hpmlg_operand_of(y, c.OC * c.y_channel, hpmlg_axis_1d(c.y_channel), pixels, true);
+        j.b       = hpmlg_image_operand(x, c.C * c.x_channel, taps, windows, true, c.H, c.W, c.x_pixel);
         j.c       = w;
         j.n       = size;
         j.k       = c.B * c.P;
@@ -4541,19 +4925,17 @@ HPMLG_FN void hpmlg_op_conv2d(HPMLG_OP_ARGUMENTS)
     hpml_tensor  *x = n->src[0], *w = n->src[1], *y = n->out;
     hpmlg_strides planes = {}; /* strides of the bias: one number per channel */
     if (!back)
-        return hpmlg_conv_run(d, n, HPMLG_DNN_Y, hpmlg_product_input(d, x, n->scratch),
-                              hpmlg_product_input(d, w, NULL), hpmlg_value(y), false);
-    hpmlg_strides_push(&planes, y->shape[2] * y->shape[3], 0, 0);
-    hpmlg_strides_push(&planes, y->shape[1], 1, 0);
-    hpmlg_strides_push(&planes, y->shape[0], 0, 0);
+        return hpmlg_conv_run(d, n, HPMLG_DNN_Y, hpmlg_product_input(d, x, n->scratch), hpmlg_conv_filter(d, n),
+                              hpmlg_value(y), false);
+    for (int i = 3; i >= 0; i--)
+        hpmlg_strides_push(&planes, y->shape[hpmlg_dim_in_memory(y, i)], hpmlg_dim_in_memory(y, i) == 1, 0);
     hpmlg_act_bias_grad(d, hpmlg_grad(y), hpmlg_value(y), n->attr.conv.act, 0.01f, planes, hpmlg_param_grad(n, 2),
                         n->accumulate[2]);
     if (w->raw_grad)
         hpmlg_conv_run(d, n, HPMLG_DNN_DW, hpmlg_product_input(d, x, n->scratch), hpmlg_grad(w), hpmlg_grad(y),
                        n->accumulate[1]);
     if (x->raw_grad)
-        hpmlg_conv_run(d, n, HPMLG_DNN_DX, hpmlg_grad(x), hpmlg_product_input(d, w, NULL), hpmlg_grad(y),
-                       n->accumulate[0]);
+        hpmlg_conv_run(d, n, HPMLG_DNN_DX, hpmlg_grad(x), hpmlg_conv_filter(d, n), hpmlg_grad(y), n->accumulate[0]);
 }
 
 /* Runs a transposed convolution by the opposite passes of its mirror, the convolution from its result to its source. */
@@ -4567,13 +4949,13 @@ HPMLG_FN void hpmlg_op_conv_transpose2d(HPMLG_OP_ARGUMENTS)
     m->node.state   = n->state;
     m->node.scratch = (char *)n->scratch + hpmlg_narrowed_bytes(d, x);
     if (!back)
-        return hpmlg_conv_run(d, &m->node, HPMLG_DNN_DX, hpmlg_value(n->out), hpmlg_product_input(d, w, NULL),
+        return hpmlg_conv_run(d, &m->node, HPMLG_DNN_DX, hpmlg_value(n->out), hpmlg_conv_filter(d, &m->node),
                               hpmlg_product_input(d, x, n->scratch), false);
     if (w->raw_grad)
         hpmlg_conv_run(d, &m->node, HPMLG_DNN_DW, hpmlg_grad(n->out), hpmlg_grad(w),
                        hpmlg_product_input(d, x, n->scratch), n->accumulate[1]);
     if (x->raw_grad)
-        hpmlg_conv_run(d, &m->node, HPMLG_DNN_Y, hpmlg_grad(n->out), hpmlg_product_input(d, w, NULL), hpmlg_grad(x),
+        hpmlg_conv_run(d, &m->node, HPMLG_DNN_Y, hpmlg_grad(n->out), hpmlg_conv_filter(d, &m->node), hpmlg_grad(x),
                        n->accumulate[0]);
 }
 
@@ -4584,8 +4966,8 @@ HPMLG_FN void hpmlg_op_conv_transpose2d(HPMLG_OP_ARGUMENTS)
 /* Each convolution and batch size has a plan: its descriptors and, for each pass, the algorithm that cuDNN's heuristics
    put first among the algorithms that are deterministic and fit in the workspace, which is grown for the algorithm
    unless the pass is being recorded. Where there is no such algorithm, this header's kernels run. HPML_CUDA_F32
-   excludes Winograd and FFT, because they do not sum products of the f32 operands. In a half model cuDNN computes the
-   gradient of the weights in halves, which are then added to the f32 gradient. */
+   excludes Winograd and FFT, because they do not sum products of the f32 operands. In a half model images and filters
+   are NHWC, and cuDNN computes the gradient of the weights in halves, which are then added to the f32 gradient. */
 
 /* Grows the libraries' workspace to `bytes` bytes. Returns false over the limit, while a pass is recorded as a CUDA
    graph, or out of memory. Destroys recorded passes, which contain the old address; they are then recorded again. */
@@ -4602,11 +4984,13 @@ HPMLG_FN bool hpmlg_workspace_grow(hpmlg_device *d, size_t bytes)
 }
 
 #ifdef HPML_CUDA_NO_CUDNN
+#define HPMLG_HAS_CUDNN 0
 HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *, hpml_node *, hpmlg_dnn_pass, hpmlg_array, hpmlg_array, hpmlg_array, bool)
 { return false; }
 HPMLG_FN int  hpmlg_dnn_algorithms(const hpmlg_device *, int, int *) { return 0; }
 HPMLG_FN void hpmlg_dnn_close(hpmlg_device *) {}
 #else
+#define HPMLG_HAS_CUDNN 1
 HPMLG_FN hpml_status hpmlg_dnn_check(hpmlg_device *d, cudnnStatus_t s, const char *what)
 {
     char why[256] = "";
@@ -4671,7 +5055,8 @@ HPMLG_FN cudnnDataType_t hpmlg_dnn_type(hpml_dtype type)
 
 HPMLG_FN cudnnStatus_t hpmlg_dnn_describe(const hpmlg_device *d, hpmlg_dnn_plan *p)
 {
-    hpmlg_conv      c = hpmlg_conv_of(p->key.n);
+    hpmlg_conv      c = hpmlg_conv_of(d, p->key.n);
+    cudnnTensorFormat_t order = c.nhwc ? CUDNN_TENSOR_NHWC : CUDNN_TENSOR_NCHW;
     cudnnDataType_t type = hpmlg_dnn_type(d->act_dtype);
     bool            relu = p->key.n->attr.conv.act == HPML_ACT_RELU;
     int             channels = (int)(c.groups * c.OC);
@@ -4681,12 +5066,10 @@ HPMLG_FN cudnnStatus_t hpmlg_dnn_describe(const hpmlg_device *d, hpmlg_dnn_plan 
     HPMLG_TRY(s, cudnnCreateFilterDescriptor(&p->w));
     HPMLG_TRY(s, cudnnCreateConvolutionDescriptor(&p->conv));
     HPMLG_TRY(s, cudnnCreateActivationDescriptor(&p->act));
-    HPMLG_TRY(s, cudnnSetTensor4dDescriptor(p->x, CUDNN_TENSOR_NCHW, type, (int)c.B, (int)(c.groups * c.C), (int)c.H,
-                                             (int)c.W));
-    HPMLG_TRY(s, cudnnSetTensor4dDescriptor(p->y, CUDNN_TENSOR_NCHW, type, (int)c.B, channels, (int)c.OH, (int)c.OW));
-    HPMLG_TRY(s, cudnnSetTensor4dDescriptor(p->bias, CUDNN_TENSOR_NCHW, type, 1, channels, 1, 1));
-    HPMLG_TRY(s, cudnnSetFilter4dDescriptor(p->w, type, CUDNN_TENSOR_NCHW, channels, (int)c.C, c.kernel[0],
-                                             c.kernel[1]));
+    HPMLG_TRY(s, cudnnSetTensor4dDescriptor(p->x, order, type, (int)c.B, (int)(c.groups * c.C), (int)c.H, (int)c.W));
+    HPMLG_TRY(s, cudnnSetTensor4dDescriptor(p->y, order, type, (int)c.B, channels, (int)c.OH, (int)c.OW));
+    HPMLG_TRY(s, cudnnSetTensor4dDescriptor(p->bias, order, type, 1, channels, 1, 1));
+    HPMLG_TRY(s, cudnnSetFilter4dDescriptor(p->w, type, order, channels, (int)c.C, c.kernel[0], c.kernel[1]));
     HPMLG_TRY(s, cudnnSetConvolution2dDescriptor(p->conv, c.padding[0], c.padding[1], c.stride[0], c.stride[1],
                                                   c.dilation[0], c.dilation[1], CUDNN_CROSS_CORRELATION,
                                                   CUDNN_DATA_FLOAT));
@@ -4793,7 +5176,8 @@ HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, 
     const float one = 1, zero = 0, beta = add ? 1.0f : 0.0f;
     bool        narrow = pass == HPMLG_DNN_DW && d->act_dtype != HPML_DTYPE_F32, whole = true;
     void       *dw = narrow ? (char *)n->scratch + hpmlg_narrowed_bytes(d, n->src[0]) : w.p;
-    int64_t     count = hpml_tensor_count(n->out);
+    hpmlg_conv  c = hpmlg_conv_of(d, n);
+    int64_t     count = hpml_tensor_count(n->out), filters = c.groups * c.OC;
     uintptr_t       addresses = (uintptr_t)x.p | (uintptr_t)w.p | (uintptr_t)y.p; /* a micro-batch may be unaligned */
     if (d->d.own_kernels || x.type != (int)d->act_dtype || y.type != (int)d->act_dtype || addresses % 16) return false;
     hpmlg_dnn      *dnn = hpmlg_dnn_open(d);
@@ -4816,10 +5200,11 @@ HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, 
     d->work.convolutions[0]++;
     d->work.fused += whole && n->src[2] && pass == HPMLG_DNN_Y;
     hpmlg_dnn_check(d, s, "a convolution by cuDNN");
-    if (narrow) hpmlg_copy_run(d, w, hpmlg_array_of(dw, d->act_dtype), hpml_tensor_count(n->src[1]), add);
+    if (narrow && c.nhwc) hpmlg_reorder_run(d, w, hpmlg_array_of(dw, d->act_dtype), filters, c.C, c.taps, false, add);
+    else if (narrow) hpmlg_copy_run(d, w, hpmlg_array_of(dw, d->act_dtype), hpml_tensor_count(n->src[1]), add);
     if (!whole)
         HPMLG_RUN_ITEMS(d, hpmlg_k_bias_act, count, 2048, y, hpmlg_param_value(n, 2), (int)n->attr.conv.act,
-                        n->out->shape[1], n->out->shape[2] * n->out->shape[3], count);
+                        filters, c.y_channel, count);
     return true;
 }
 
@@ -6143,7 +6528,7 @@ HPMLG_FN void hpmlg_op_huber(HPMLG_OP_ARGUMENTS) { hpmlg_loss_pass(d, n, back); 
 typedef struct hpmlg_param_step {         /* one row of the update kernel's table: a parameter's update */
     hpml_update u;
     float       correction1, correction2; /* 1 / (1 - beta^step), of beta1 and beta2 */
-    void       *half;                     /* (n): the half copy of w, updated too; NULL: no half copy exists */
+    hpmlg_half_copy copy;                 /* a half copy of w, updated too; copy.half NULL: no half copy exists */
     int64_t     chunk, chunks;            /* index of the parameter's first chunk; number of chunks */
     int         param;                    /* the parameter's index in the context; -1: unknown */
 } hpmlg_param_step;
@@ -6242,6 +6627,18 @@ HPMLG_DEVICE float hpmlg_update_checked(const hpml_update *u, float c1, float c2
     return isfinite(y) || lamb ? y : w;
 }
 
+/* Writes weights e, elements i to i + 7 of n, to the array `to` of half copy h, whose parameter has these n elements
+   from element `first` on. */
+HPMLG_DEVICE void hpmlg_half_copy_put(hpmlg_array to, const hpmlg_half_copy &h, int64_t first, int64_t n, int64_t i,
+                                      hpmlg_vec8 e)
+{
+    if (!h.channels) return hpmlg_put_range(to, first + i, first, first + n, e, false);
+    for (int j = 0; j < 8 && i + j < n; j++) {
+        int64_t at = first + i + j, q = hpmlg_quotient(at, h.taps), o = hpmlg_quotient(q, h.channels);
+        hpmlg_put(to, (o * h.taps + at - q * h.taps) * h.channels + q - o * h.channels, e.v[j]);
+    }
+}
+
 /* Updates the weights of all chunks (4,096 elements each). LARS and LAMB take two passes: pass 0 writes each chunk's
    sums of squares of w and of g to `part` or, for LAMB, of w and the direction, which overwrites g; pass 1 updates by
    the learning rate that hpmlg_k_update_rates has multiplied by the ratio of norms. Others need pass 0 only. */
@@ -6258,7 +6655,7 @@ static __global__ void hpmlg_k_update(const hpmlg_param_step *steps, int count, 
         if (pass == 1 && !lars && !lamb) continue;
         u.grad_scale = hpmlg_gradient_scale(u);
         hpmlg_array w = { u.w, HPML_DTYPE_F32 }, g = { u.g, HPML_DTYPE_F32 }, m = { u.state[0], HPML_DTYPE_F32 };
-        hpmlg_array v = { u.state[1], HPML_DTYPE_F32 }, copy = { s->half, half_type };
+        hpmlg_array v = { u.state[1], HPML_DTYPE_F32 }, copy = { s->copy.half, half_type };
         int64_t     from = (chunk - s->chunk) * HPMLG_CHUNK, to = from + HPMLG_CHUNK < u.n ? from + HPMLG_CHUNK : u.n;
         float       ww = 0, gg = 0;
         bool        gradient = false, step = false; /* true: a gradient, a step here was not finite */
@@ -6282,7 +6679,7 @@ static __global__ void hpmlg_k_update(const hpmlg_param_step *steps, int count, 
             if (m.p) hpmlg_row_put(m, 0, u.n, i, p, false);
             if (v.p) hpmlg_row_put(v, 0, u.n, i, q, false);
             hpmlg_row_put(direction ? g : w, 0, u.n, i, d, false);
-            if (copy.p && !direction) hpmlg_row_put(copy, 0, u.n, i, d, false);
+            if (copy.p && !direction) hpmlg_half_copy_put(copy, s->copy, u.w - s->copy.w, u.n, i, d);
         }
         if (gradient) hpmlg_nonfinite_report(finder, s, true);
         if (step) hpmlg_nonfinite_report(finder, s, false);
@@ -6326,17 +6723,18 @@ static __global__ void hpmlg_k_update_rates(hpmlg_param_step *steps, const doubl
     s->u.lr = 1;
 }
 
-/* Returns where the bf16 or f16 copy of the weights w (n elements), a parameter or a part of one, is, so that the
-   update writes the copy too; NULL: there is none. Copies of weights that only partly overlap w become stale. */
-HPMLG_FN void *hpmlg_update_half(hpmlg_device *d, const float *w, int64_t n)
+/* Returns a half copy of the parameter that contains the weights w (n elements), which the update then writes, too; its
+   `half` is NULL if there is none. Further copies, and copies of weights that only partly overlap w, become stale. */
+HPMLG_FN hpmlg_half_copy hpmlg_update_half(hpmlg_device *d, const float *w, int64_t n)
 {
+    hpmlg_half_copy copy = {};
     for (hpmlg_half_copy *h = d->half_copies; h; h = h->next) {
-        if (w < h->w || w + n > h->w + h->n) continue;
-        h->fresh = h->fresh || n == h->n;
-        return (char *)h->half + (size_t)(w - h->w) * hpml_dtype_size(d->act_dtype);
+        bool within = w >= h->w && w + n <= h->w + h->n && !copy.half;
+        if (w >= h->w + h->n || h->w >= w + n) continue;
+        if (within) copy = *h;
+        h->fresh = within && (h->fresh || n == h->n);
     }
-    hpmlg_half_copies_expire(d, w, (size_t)n * sizeof *w);
-    return NULL;
+    return copy;
 }
 
 /* Returns the index in the context of the parameter whose memory contains the address w; -1: none. Tries first the
@@ -6359,7 +6757,7 @@ HPMLG_FN hpmlg_param_step hpmlg_param_step_of(hpmlg_device *d, const hpml_update
     s.param       = u->found_nonfinite && u->n > 0 ? hpmlg_param_number(d->ctx, u->w, before) : before;
     s.correction1 = (float)(1 / (1 - pow((double)u->beta1, (double)u->step)));
     s.correction2 = (float)(1 / (1 - pow((double)u->beta2, (double)u->step)));
-    s.half        = u->n > 0 ? hpmlg_update_half(d, u->w, u->n) : NULL;
+    if (u->n > 0) s.copy = hpmlg_update_half(d, u->w, u->n);
     s.chunk       = chunk;
     s.chunks      = (u->n + HPMLG_CHUNK - 1) / HPMLG_CHUNK;
     return s;
@@ -7305,6 +7703,28 @@ HPMLG_FN void hpmlg_line_own(hpmlg_line *l, const long long ran[2], long long re
     if (refused) hpmlg_line_add(l, " (%lld refused)", refused);
 }
 
+#ifdef HPML_CUDA_NO_CUBLAS
+HPMLG_FN void hpmlg_line_blas(hpmlg_line *, const hpmlg_device *) {}
+#else
+HPMLG_FN void hpmlg_line_blas(hpmlg_line *l, const hpmlg_device *d)
+{
+    const hpmlg_blas *blas = (const hpmlg_blas *)d->blas;
+    int               list[16] = { 0 }, count = 0, chosen = 0, taken = 0, other = 0, apart = 0;
+    for (int i = 0; blas && i < HPMLG_BLAS_PLANS; i++) {
+        const hpmlg_blas_plan *p = &blas->plans[i];
+        if (p->usable) hpmlg_list_add(list, &count, (int)p->id);
+        chosen += p->choice > 0;
+        taken  += p->taken;
+        other  += p->choice > 1;
+        apart  += p->apart != 0;
+    }
+    hpmlg_line_list(l, "; algorithms", list, count);
+    if (blas && d->d.tune)
+        hpmlg_line_add(l, "; tuned %d, %d taken over, %d not the first, %d apart%s", chosen, taken, other, apart,
+                       blas->ignored ? ", unfit choices ignored" : "");
+}
+#endif
+
 HPML_API int hpml_cuda_text(const hpml_ctx *ctx, char *buffer, size_t size)
 {
     static const char *const passes[] = { "; forward", "; dx", "; dw" };
@@ -7316,7 +7736,7 @@ HPML_API int hpml_cuda_text(const hpml_ctx *ctx, char *buffer, size_t size)
     const hpmlg_work_counts *r = &d->work;
     hpmlg_line_add(&l, "products: %lld by cuBLASLt", r->products[0]);
     hpmlg_line_epilogues(&l, " with ", r->epilogues[0]);
-    hpmlg_line_list(&l, "; algorithms", list, hpmlg_blas_algorithms(d, list));
+    hpmlg_line_blas(&l, d);
     hpmlg_line_epilogues(&l, "; refused ", r->epilogues[1]);
     hpmlg_line_own(&l, r->products, r->products_refused);
     hpmlg_line_add(&l, " | convolutions: %lld by cuDNN", r->convolutions[0]);
@@ -7324,6 +7744,7 @@ HPML_API int hpml_cuda_text(const hpml_ctx *ctx, char *buffer, size_t size)
     for (int pass = 0; pass < 3; pass++)
         hpmlg_line_list(&l, passes[pass], list, hpmlg_dnn_algorithms(d, pass, list));
     hpmlg_line_own(&l, r->convolutions, r->convolutions_refused);
+    if (r->reordered) hpmlg_line_add(&l, ", %lld copies to NHWC or back", r->reordered);
     hpmlg_line_add(&l, " | workspace %.1f MiB, %.1f asked for", (double)d->workspace_bytes / (1 << 20),
                    (double)d->workspace_wanted / (1 << 20));
     hpmlg_line_add(&l, " | passes: %lld op by op, %lld recorded, %lld replayed, %lld given up | %lld waits",
@@ -7352,7 +7773,10 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
         n->scratch_bytes = (size_t)hpmlg_norm_parts(d, hpml_tensor_count(n->out) / cols, cols) * (size_t)(2 * cols) *
                            sizeof(float);
         break;
-    case HPML_OP_BATCHNORM: n->scratch_bytes = hpmlg_bn_scratch(d, n); break;
+    case HPML_OP_BATCHNORM:
+        hpmlg_order_plan(d, n);
+        n->scratch_bytes = hpmlg_bn_scratch(d, n);
+        break;
     case HPML_OP_ATTENTION: n->scratch_bytes = n->saved_bytes; break;
     case HPML_OP_MAP: n->scratch_bytes = (size_t)hpml_tensor_count(n->out) * sizeof(float); break;
     case HPML_OP_EMBEDDING: n->scratch_bytes = hpmlg_embedding_layout(n, &buckets); break;
@@ -7361,11 +7785,12 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
         n->scratch_bytes = hpmlg_narrowed_bytes(d, n->src[0]);
         break;
     case HPML_OP_CONV2D: /* scratch: halves of the input, and of the weights' gradient */
-        n->scratch_bytes = hpmlg_narrowed_bytes(d, n->src[0]);
+        n->scratch_bytes = d->nhwc ? 0 : hpmlg_narrowed_bytes(d, n->src[0]);
         if (d->act_dtype != HPML_DTYPE_F32) n->scratch_bytes += (size_t)hpml_tensor_count(n->src[1]) * 2;
         break;
     case HPML_OP_CONV_TRANSPOSE2D:
-        n->scratch_bytes = hpmlg_narrowed_bytes(d, n->src[0]) + (size_t)hpml_tensor_count(n->src[1]) * 2;
+        n->scratch_bytes = d->nhwc ? 0 : hpmlg_narrowed_bytes(d, n->src[0]);
+        n->scratch_bytes += (size_t)hpml_tensor_count(n->src[1]) * 2;
         break;
     case HPML_OP_LSTM: n->scratch_bytes = hpmlg_lstm_layout(d, n, &lstm); break;
     case HPML_OP_GRU: n->scratch_bytes = hpmlg_gru_layout(d, n, &gru); break;
@@ -7374,6 +7799,7 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
         break;
     default: break;
     }
+    hpmlg_order_plan(d, n);
 }
 
 /* Makes the device current and reads its properties; an error says why the device cannot be used. */
@@ -7471,6 +7897,7 @@ HPMLG_FN hpml_status hpmlg_open(hpml_ctx *ctx, const void *desc, void **device)
     d->act_dtype = HPML_DTYPE_F32;
     if (d->d.precision == HPML_CUDA_BF16) d->act_dtype = HPML_DTYPE_BF16;
     if (d->d.precision == HPML_CUDA_F16) d->act_dtype = HPML_DTYPE_F16;
+    d->nhwc = HPMLG_HAS_CUDNN && d->act_dtype != HPML_DTYPE_F32 && !d->d.own_kernels;
     cudaGetLastError();
     if (hpmlg_open_device(d) == HPML_OK && hpmlg_open_memory(d) == HPML_OK) {
         HPMLG_RUN(d, hpmlg_k_first, 1, 1, 0, d->note_taken);
@@ -7506,7 +7933,7 @@ HPMLG_FN void hpmlg_op_custom(HPMLG_OP_ARGUMENTS)
 template <void (*op)(hpmlg_device *, const hpml_run *, hpml_node *, bool), bool back>
 static hpml_status hpmlg_run_op(const hpml_run *run, hpml_node *n)
 {
-    op(hpmlg_device_of(run->ctx), run, n, back);
+    hpmlg_run_reordered(hpmlg_device_of(run->ctx), run, n, back, op);
     return hpml_ctx_status(run->ctx);
 }
 
@@ -7517,9 +7944,10 @@ HPML_API const hpml_backend *hpml_backend_cuda(void)
         HPML_OPS(HPMLG_X)
 #undef HPMLG_X
     };
-    static const hpml_backend cuda = { "cuda", hpmlg_open, hpmlg_close, hpmlg_alloc, hpmlg_free, hpmlg_write,
-        hpmlg_read, hpmlg_zero, hpmlg_sync, ops, hpmlg_update, hpmlg_sumsq, hpmlg_act_dtype, hpmlg_plan, hpmlg_begin,
-        hpmlg_end, hpmlg_count_hits, hpmlg_encode, hpmlg_decode, hpmlg_time_op, false, false };
+    static const hpml_backend cuda = {
+        "cuda", hpmlg_open, hpmlg_close, hpmlg_alloc, hpmlg_free, hpmlg_write, hpmlg_read, hpmlg_zero, hpmlg_sync, ops,
+        hpmlg_update, hpmlg_sumsq, hpmlg_act_dtype, hpmlg_plan, hpmlg_begin, hpmlg_end, hpmlg_count_hits, hpmlg_encode,
+        hpmlg_decode, hpmlg_time_op, hpmlg_choices, hpmlg_choose, false, false };
     return &cuda;
 }
 

@@ -9,8 +9,9 @@
    --weights: GPT-2's as published in safetensors; without, random ones. --bpe: a folder with GPT-2's vocab.json and
    merges.txt, for texts; without, each byte is a token. Prints loss, tokens/s and MFU: the part of the GPU's peak that
    is the model's own arithmetic, 6 parameters + 12 layers width context for each token; then the counts of
-   hpml_cuda_text and, with --profile, the GPU's time for each layer. With --prompt: a text, and the time of early and
-   late tokens, which grows linearly, because attention reads earlier keys and values from a cache. */
+   hpml_cuda_text and, with --profile, the GPU's time for each layer. The clock chooses among cuBLASLt's products
+   (hpml_cuda_desc.tune), except with --no-tune. With --prompt: a text, and the time of early and late tokens, which
+   grows linearly, because attention reads earlier keys and values from a cache. */
 #define HPML_IMPLEMENTATION
 #include "../hpml_cuda.cuh" /* c++ compiles hpml.h's body, and of this header declarations alone */
 #include <math.h>

@@ -3,9 +3,10 @@
    ./llama FOLDER --ids "504 2365" --length 0     the likeliest tokens after each of these, with their scores
    FOLDER is a model as Hugging Face has it, such as SmolLM2-135M or Qwen2.5-0.5B: config.json (model_type llama, qwen2
    or mistral), model.safetensors or several files with an index, in F32, BF16 or F16, and for texts vocab.json and
-   merges.txt. The graph computes one token; attention reads the earlier ones from a cache of keys and values. A field
-   of config.json that asks for more than this program computes is an error. Scores are those of transformers up to
-   rounding, a millionth of the largest (tests/llama_reference.py compares).
+   merges.txt. One graph reads the prompt, 32 tokens at a time; another, with the same parameters, writes token after
+   token. In both attention reads the earlier tokens from a cache of keys and values. A field of config.json that asks
+   for more than this program computes is an error. Scores are those of transformers up to rounding, a millionth of the
+   largest (tests/llama_reference.py compares).
    prints the text, and tokens a second. */
 #define HPML_IMPLEMENTATION
 #include "../hpml.h"
@@ -20,11 +21,20 @@ typedef struct options {
     option_words folder;
 } options;
 
-typedef struct model {
-    llama_config config;
-    hpml_tensor *token, *position, *scores; /* I32 (1, 1): a token; I32 (1): its place in the text; (1, 1, V) */
+enum { BLOCK = 32 }; /* tokens of the prompt that are read at a time: so many use each weight while it is in a cache */
+
+typedef struct reader { /* a graph that computes the scores after each of `count` tokens */
+    int64_t      count;
+    hpml_tensor *tokens, *position, *scores; /* I32 (1, count); I32 (1): the first one's place in the text;
+                                                (1, count, V) */
     hpml_graph  *graph;
-    bpe         *words; /* NULL: tokens are printed as their ids */
+} reader;
+
+typedef struct model {
+    llama_config  config;
+    hpml_tensor **cache; /* (layers) keys and values of all earlier tokens, which both readers share */
+    reader        many, one;
+    bpe          *words; /* NULL: tokens are printed as their ids */
 } model;
 
 /* A linear layer called model.layers.<layer>.<name>. The parameters are zeros until they are loaded. */
@@ -43,16 +53,15 @@ static hpml_tensor *norm(hpml_tensor *x, const llama_config *c, int64_t layer, c
     return hpml_rmsnorm(x, &(hpml_norm_desc){ .name = full, .eps = (float)c->eps });
 }
 
-/* x + attention(norm(x)), then x + network(norm(x)). (1, 1, C); S: positions of the cache */
-static hpml_tensor *block(hpml_tensor *x, const model *m, int64_t layer, int64_t S)
+/* x + attention(norm(x)), then x + network(norm(x)). x (1, count, C) */
+static hpml_tensor *block(hpml_tensor *x, const model *m, hpml_tensor *position, int64_t layer)
 {
     const llama_config *c = &m->config;
     int32_t             heads = (int32_t)c->heads, kv = (int32_t)c->kv_heads;
     int64_t             kv_width = kv * c->head_width;
-    hpml_tensor        *cache = hpml_tensor_create_3d(x->ctx, 1, S, 2 * kv_width);
     hpml_rotary_desc    turn = { .heads = heads + 2 * kv, .rotated = heads + kv, .base = (float)c->base,
-                                 .position = m->position };
-    hpml_attention_desc a = { .heads = heads, .kv_heads = kv, .position = m->position, .cache = cache };
+                                 .position = position };
+    hpml_attention_desc a = { .heads = heads, .kv_heads = kv, .position = position, .cache = m->cache[layer] };
     hpml_tensor        *h = norm(x, c, layer, "input_layernorm");
     hpml_tensor        *q = linear(h, heads * c->head_width, layer, "self_attn.q_proj", c->qkv_bias);
     hpml_tensor        *k = linear(h, kv_width, layer, "self_attn.k_proj", c->qkv_bias);
@@ -65,32 +74,49 @@ static hpml_tensor *block(hpml_tensor *x, const model *m, int64_t layer, int64_t
     return hpml_add(x, linear(h, c->width, layer, "mlp.down_proj", c->mlp_bias));
 }
 
-/* Records the model for one token of a text of up to S, and loads its parameters. */
-static hpml_status load_model(hpml_ctx *ctx, model *m, const char *folder, int64_t S)
+/* Records the model for `count` tokens at a time. */
+static hpml_status record(hpml_ctx *ctx, const model *m, reader *r, int64_t count)
 {
     const llama_config *c = &m->config;
     hpml_embedding_desc table = { .name = "model.embed_tokens", .init = HPML_INIT_ZEROS };
     hpml_norm_desc      last = { .name = "model.norm", .eps = (float)c->eps };
     hpml_linear_desc    head = { .name = "lm_head", .no_bias = true, .init = HPML_INIT_ZEROS };
-    hpml_graph_desc     d = { .outputs = &m->scores, .output_count = 1, .predict = true };
-    m->token    = hpml_input_tokens(ctx, 1, 1);
-    m->position = hpml_input(ctx, HPML_DTYPE_I32, 1, (int64_t[]){ 1 });
-    hpml_tensor *x = hpml_embedding(m->token, c->vocabulary, c->width, &table);
-    for (int64_t i = 0; i < c->layers && x; i++) x = block(x, m, i, S);
+    hpml_graph_desc     d = { .outputs = &r->scores, .output_count = 1, .predict = true };
+    r->count    = count;
+    r->tokens   = hpml_input_tokens(ctx, 1, count);
+    r->position = hpml_input(ctx, HPML_DTYPE_I32, 1, (int64_t[]){ 1 });
+    hpml_tensor *x = hpml_embedding(r->tokens, c->vocabulary, c->width, &table);
+    for (int64_t i = 0; i < c->layers && x; i++) x = block(x, m, r->position, i);
     if (c->tied) head.weight = hpml_param_find(ctx, "model.embed_tokens.weight");
-    m->scores = hpml_linear(hpml_rmsnorm(x, &last), c->vocabulary, &head);
-    m->graph  = hpml_graph_create(ctx, &d);
-    if (hpml_graph_alloc(m->graph) != HPML_OK) return hpml_ctx_status(ctx);
+    r->scores = hpml_linear(hpml_rmsnorm(x, &last), c->vocabulary, &head);
+    r->graph  = hpml_graph_create(ctx, &d);
+    return hpml_graph_alloc(r->graph);
+}
+
+/* Records the model for a text of up to `end` tokens, of which the first n are read, and loads its parameters. */
+static hpml_status load_model(hpml_ctx *ctx, model *m, const char *folder, int64_t n, int64_t end)
+{
+    const llama_config *c = &m->config;
+    const int64_t       blocks = (n + BLOCK - 1) / BLOCK * BLOCK, S = blocks > end ? blocks : end;
+    m->cache = (hpml_tensor **)hpml_ctx_alloc(ctx, (size_t)c->layers * sizeof *m->cache, NULL);
+    for (int64_t i = 0; i < c->layers && m->cache; i++)
+        m->cache[i] = hpml_tensor_create_3d(ctx, 1, S, 2 * c->kv_heads * c->head_width);
+    if (!m->cache || record(ctx, m, &m->one, 1) != HPML_OK) return hpml_ctx_status(ctx);
+    hpml_share(ctx, true);
+    if (n > 1 && record(ctx, m, &m->many, BLOCK) != HPML_OK) return hpml_ctx_status(ctx);
     return llama_load_params(ctx, folder);
 }
 
-/* Computes the scores (V) of the tokens that may follow `id`, which is at place `at` of the text. NULL: an error */
-static const float *next_scores(model *m, int32_t id, int64_t at)
+/* Computes the scores (count, V) of the tokens that may follow each of the `count` ids, at most r->count, the first of
+   which is at place `at` of the text. What follows them in a block is computed in vain: no earlier token sees it, and
+   the next block overwrites its keys and values. NULL: an error */
+static const float *next_scores(const reader *r, const int32_t *ids, int64_t count, int64_t at)
 {
-    int32_t place = (int32_t)at;
-    hpml_tensor_set_raw(m->token, &id, sizeof id);
-    hpml_tensor_set_raw(m->position, &place, sizeof place);
-    return hpml_graph_forward(m->graph, false, 0) == HPML_OK ? m->scores->data : NULL;
+    int32_t place = (int32_t)at, block[BLOCK] = { 0 };
+    memcpy(block, ids, (size_t)count * sizeof *ids);
+    hpml_tensor_set_raw(r->tokens, block, (size_t)r->count * sizeof *block);
+    hpml_tensor_set_raw(r->position, &place, sizeof place);
+    return hpml_graph_forward(r->graph, false, 0) == HPML_OK ? r->scores->data : NULL;
 }
 
 /* Prints a token of a text or, without a tokenizer, its id; *column is where the line ends. */
@@ -109,55 +135,32 @@ static void print_token(const bpe *words, int32_t id, int *column)
     fflush(stdout);
 }
 
-/* Prints the likeliest tokens after token number `at`, which is `id`: their ids, scores, probabilities and texts. */
-static bool print_top(const model *m, const options *o, int64_t at, int32_t id, const float *scores)
-{
-    const int64_t V = m->config.vocabulary;
-    llama_ranked *r = llama_rank(scores, V);
-    double        sum = 0;
-    if (!r) return hpml_ctx_fail(m->scores->ctx, HPML_ERR_MEMORY, "no memory for %lld scores", (long long)V), false;
-    printf("after token %lld, which is %d:\n", (long long)at, (int)id);
-    for (int64_t i = 0; i < V; i++) sum += exp((double)scores[i] - (double)r[0].score);
-    for (int64_t i = 0; i < o->top && i < V; i++) {
-        size_t               length = 0;
-        const unsigned char *bytes = m->words ? bpe_bytes(m->words, r[i].id, &length) : NULL;
-        printf("%8d  %13.7g  %5.1f %%", (int)r[i].id, (double)r[i].score,
-               100 * exp((double)r[i].score - (double)r[0].score) / sum);
-        if (bytes) printf("  \"");
-        for (size_t k = 0; k < length; k++) putchar(bytes[k] < ' ' ? '~' : bytes[k]);
-        printf(bytes ? "\"\n" : "\n");
-    }
-    free(r);
-    return true;
-}
-
-static bool is_end(const llama_config *c, int32_t id)
-{
-    for (int32_t i = 0; i < c->end_count; i++)
-        if (c->end[i] == id) return true;
-    return false;
-}
-
 /* Runs the model on the n tokens in ids, then draws more until ids has `end` tokens or the text ends; or, if `end` is
    n, prints the likeliest tokens after each of the n. */
 static int generate(model *m, const options *o, int32_t *ids, int64_t n, int64_t end)
 {
-    const float *scores = NULL;
-    hpml_rng     rng = { .seed = (uint64_t)o->seed, .stream = 99 };
-    double       start = hpml_now(), reading;
-    int64_t      i = 0;
-    int          column = 0;
+    const reader *r = n > 1 ? &m->many : &m->one;
+    const int64_t V = m->config.vocabulary;
+    const float  *scores = NULL;
+    hpml_rng      rng = { .seed = (uint64_t)o->seed, .stream = 99 };
+    double        start = hpml_now(), reading;
+    int64_t       i = 0;
+    int           column = 0;
     for (int64_t k = 0; k < n && end > n; k++) print_token(m->words, ids[k], &column);
-    for (; i < n; i++) {
-        scores = next_scores(m, ids[i], i);
-        if (!scores || (end == n && !print_top(m, o, i, ids[i], scores))) return 1;
+    for (int64_t count; i < n; i += count) {
+        count  = n - i < r->count ? n - i : r->count;
+        scores = next_scores(r, ids + i, count, i);
+        for (int64_t k = 0; k < count && end == n && scores; k++)
+            if (!llama_print_top(m->words, scores + k * V, V, i + k, ids[i + k], o->top)) return 1;
+        if (!scores) return 1;
+        scores += (count - 1) * V;
     }
     reading = hpml_now() - start, start = hpml_now();
     for (; i < end && scores; i++) {
-        ids[i] = llama_draw(&rng, scores, m->config.vocabulary, o->temperature);
-        if (is_end(&m->config, ids[i])) break;
+        ids[i] = llama_draw(&rng, scores, V, o->temperature);
+        if (llama_is_end(&m->config, ids[i])) break;
         print_token(m->words, ids[i], &column);
-        if (i + 1 < end) scores = next_scores(m, ids[i], i);
+        if (i + 1 < end) scores = next_scores(&m->one, ids + i, 1, i);
     }
     if (!scores) return 1;
     if (end == n) return 0;
@@ -202,7 +205,7 @@ static int run(hpml_ctx *ctx, const options *o, model *m)
                       "%lld are more, which is not supported", folder,
                       end > c->positions ? "max_position_embeddings" : "sliding_window",
                       (long long)(end > c->positions ? c->positions : c->window), (long long)n, (long long)o->length);
-    int failed = n < 1 || load_model(ctx, m, folder, end) != HPML_OK || generate(m, o, ids, n, end);
+    int failed = n < 1 || load_model(ctx, m, folder, n, end) != HPML_OK || generate(m, o, ids, n, end);
     free(ids);
     return failed;
 }

@@ -10,7 +10,7 @@ typedef struct options {
     const char *tokens, *weights, *save, *precision, *folder, *prompt;
     int64_t     steps, batch, context, layers, width, heads, vocabulary, length, top_k, seed;
     double      lr, peak, temperature;
-    int         json, profile, cpu, check;
+    int         json, profile, cpu, check, no_tune;
     bpe        *words;      /* NULL: a byte is a token */
 } options;
 
@@ -34,6 +34,7 @@ static int parse(options *o, int argc, char **argv)
         { "--vocabulary", OPTION_COUNT, &o->vocabulary, "N", "tokens (the files', or GPT-2's 50304)" },
         { "--lr", OPTION_REAL, &o->lr, "X", "learning rate (0.0006)" },
         { "--precision", OPTION_CHOICE, &o->precision, "f32|tf32|bf16|f16", "how the GPU computes (bf16)" },
+        { "--no-tune", OPTION_FLAG, &o->no_tune, NULL, "cuBLASLt's first products: the same bits each time" },
         { "--peak", OPTION_REAL, &o->peak, "X", "TFLOP/s of the card (known for some)" },
         { "--save", OPTION_TEXT, &o->save, "FILE", "writes a checkpoint at the end" },
         { "--profile", OPTION_FLAG, &o->profile, NULL, "GPU time by layer, of three more steps" },
@@ -68,6 +69,7 @@ static void use_gpu(options *o, hpml_ctx_desc *d, hpml_cuda_desc *gpu, hpml_cuda
     for (size_t i = 0; i < sizeof cards / sizeof cards[0]; i++)
         if (o->peak == 0 && strstr(info->name, cards[i].name)) o->peak = cards[i].peak;
     gpu->precision = (hpml_cuda_precision)p;
+    gpu->tune      = !o->no_tune;
     d->backend = hpml_backend_cuda(), d->backend_desc = gpu;
 }
 

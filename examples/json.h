@@ -108,14 +108,14 @@ static int64_t json_count(const json_file *f, const char *key, int64_t other, in
     return least;
 }
 
-/* Reads a number above 0 of `object`; a missing one is `other`. */
+/* Reads a number above 1e-30, because smaller ones may be 0 as floats, of `object`; a missing one is `other`. */
 static double json_real(const json_file *f, const char *object, const char *key, double other)
 {
     const char *value = json_member(object, key);
     char       *end;
     double      x = value ? strtod(value, &end) : other;
-    if (!value || (end == json_end(value, 0) && x > 0 && x < 1e30)) return x;
-    json_refuse(f, key, value, "a number above 0");
+    if (!value || (end == json_end(value, 0) && x > 1e-30 && x < 1e30)) return x;
+    json_refuse(f, key, value, "a number above 1e-30");
     return other;
 }
 

@@ -225,4 +225,33 @@ static llama_ranked *llama_rank(const float *scores, int64_t V)
     return r;
 }
 
+/* Prints the `most` likeliest tokens after token number `at`, which is `id`: ids, scores (V), probabilities and, with a
+   tokenizer, texts. False: no memory, with an error. */
+static bool llama_print_top(const bpe *words, const float *scores, int64_t V, int64_t at, int32_t id, int64_t most)
+{
+    llama_ranked *r = llama_rank(scores, V);
+    double        sum = 0;
+    if (!r) return fprintf(stderr, "no memory for %lld scores\n", (long long)V), false;
+    printf("after token %lld, which is %d:\n", (long long)at, (int)id);
+    for (int64_t i = 0; i < V; i++) sum += exp((double)scores[i] - (double)r[0].score);
+    for (int64_t i = 0; i < most && i < V; i++) {
+        size_t               length = 0;
+        const unsigned char *bytes = words ? bpe_bytes(words, r[i].id, &length) : NULL;
+        printf("%8d  %13.7g  %5.1f %%", (int)r[i].id, (double)r[i].score,
+               100 * exp((double)r[i].score - (double)r[0].score) / sum);
+        if (bytes) printf("  \"");
+        for (size_t k = 0; k < length; k++) putchar(bytes[k] < ' ' ? '~' : bytes[k]);
+        printf(bytes ? "\"\n" : "\n");
+    }
+    free(r);
+    return true;
+}
+
+static bool llama_is_end(const llama_config *c, int32_t id)
+{
+    for (int32_t i = 0; i < c->end_count; i++)
+        if (c->end[i] == id) return true;
+    return false;
+}
+
 #endif

@@ -84,6 +84,8 @@ first)
     gpu mnist 40 'CUDNN_LOGLEVEL_DBG=1 CUDNN_LOGDEST_DBG=stderr build/10_mnist_cuda --precision bf16 &&
         build/12_nccl_data_parallel --gpus 1 --epochs 1' ;;
 speed)
+    TAIL=12 gpu ladder 60 'sh tests/nvcc.sh build/ladder_matmul -gencode arch=compute_90a,code=sm_90a \
+        examples/ladder_matmul.cu && build/ladder_matmul'
     for group in attention train matmul kernels; do TAIL=60 gpu bench_$group 90 "build/bench_gpu $group"; done
     if [ -z "$lack" ] && ! have ncu; then row ncu 0 'SKIP: no ncu'
     else

@@ -91,7 +91,7 @@ header() { # FILE LINES
 ctags=
 ! ctags --version 2>/dev/null | grep -q Universal || ctags=ctags
 header hpml.h 24000
-header hpml_comm.h 21000
+header hpml_comm.h 21200
 header hpml_cuda.cuh 8000
 goals=$(sed -n 's/^default//p' build.ninja)
 for f in examples/[0-9]*.c* examples/ladder_*.cu; do

@@ -851,6 +851,7 @@ static const net nets[] = {
     { 16, 7, 16, 3, 2, 1, 16, true, true, true, HPML_CONV_AUTO, 0, 0, 0 },
     { 48, 8, 48, 5, 3, 1, 48, true, false, true, HPML_CONV_AUTO, 0, 0, 0 },
     { 5, 6, 17, 3, 1, 1, 1, true, true, true, HPML_CONV_IM2COL, 0, 0, 0 },
+    { 10, 6, 10, 5, 1, 1, 5, true, true, true, HPML_CONV_IM2COL, 0, 0, 0 },
     { 4, 6, 35, 3, 1, 1, 1, true, true, true, HPML_CONV_AUTO, 0, 1, 0 },
     { 4, 6, 35, 3, 1, 1, 1, true, true, true, HPML_CONV_AUTO, HPML_ACT_RELU, 0, 0 },
     { 4, 6, 35, 3, 1, 1, 1, true, true, true, HPML_CONV_AUTO, HPML_ACT_TANH, 0, 0 },
@@ -974,6 +975,24 @@ TEST(predict_memory)
     before = hpml_ctx_bytes(ctx[1]);
     ENSURE(hpml_graph_forward(lean.g, false, 0) == HPML_OK && hpml_ctx_bytes(ctx[1]) == before);
     hpml_ctx_free(ctx[0]), hpml_ctx_free(ctx[1]);
+}
+
+/* Im2col in groups of few channels has the scratch memory that it needs, which is more than the grids would need. */
+TEST(predict_with_columns_in_groups_has_its_scratch_memory)
+{
+    hpml_ctx        *ctx = context(NULL, 1);
+    hpml_conv2d_desc c;
+    hpml_graph_desc  d;
+    hpml_memory      m;
+    memset(&c, 0, sizeof c), memset(&d, 0, sizeof d);
+    c.kernel_h = 4, c.padding_h = 4, c.padding_w = 5, c.dilation_w = 3, c.groups = 5, c.algorithm = HPML_CONV_IM2COL;
+    hpml_tensor *y = hpml_conv2d(hpml_input_4d(ctx, 1, 5, 3, 11), 5, &c);
+    d.outputs = &y, d.output_count = 1, d.predict = true;
+    hpml_graph *g = hpml_graph_create(ctx, &d);
+    hpml_graph_memory(g, &m);
+    ENSURE(y->node->scratch_bytes > 0 && m.scratch >= y->node->scratch_bytes);
+    ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK);
+    hpml_ctx_free(ctx);
 }
 
 /* Two networks with the same parameters, of which the first predicts with kept weights. */

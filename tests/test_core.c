@@ -331,6 +331,30 @@ TEST(wrong_calls_on_graphs_are_errors)
     hpml_ctx_free(ctx);
 }
 
+/* Functions that take an object do nothing without one. */
+TEST(a_call_without_an_object_does_nothing)
+{
+    int64_t           hits[2] = { 1, 1 };
+    int               n = 1;
+    float             x = 1;
+    hpml_packing      none;
+    hpml_trainer_desc d = { .lr = 3 };
+    memset(&none, 0, sizeof none);
+    ENSURE(hpml_node_flops(NULL, false) == 0 && !hpml_graph_ahead(NULL, &n) && !hpml_trainer_hooks(NULL, &n) && n == 0);
+    hpml_trainer_hits(NULL, hits);
+    ENSURE(hits[0] == 0 && hits[1] == 0);
+    hpml_trainer_set_hits(NULL, hits);
+    hpml_trainer_desc_resolve(NULL, &d);
+    hpml_param_copy(NULL, &x, 0, 1, &x, true);
+    hpml_node_give(NULL, NULL, 0, &x);
+    ENSURE(hpml_custom_on_host(NULL, NULL, false) == HPML_ERR_ARGUMENT);
+    ENSURE(hpml_packing_encode(NULL, &x, NULL, &x, 1, NULL) == HPML_ERR_ARGUMENT);
+    ENSURE(hpml_packing_encode(&none, &x, NULL, &x, 1, NULL) == HPML_ERR_ARGUMENT);
+    hpml_packing_decode(NULL, &x, &x, 1);
+    hpml_packing_decode_add(&none, &x, &x, 1);
+    ENSURE(x == 1 && d.lr == 3);
+}
+
 /* The nodes of a planned graph cannot be planned by another graph; hpml_trainer_memory releases its nodes. */
 TEST(an_op_is_of_one_graph)
 {

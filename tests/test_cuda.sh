@@ -165,6 +165,8 @@ json=$(printf '%-1500s' "{${json#,}}")
     head -c $at /dev/zero | tr '\0' @
 } >"$tmp/weights"
 says '"loss": [0-9.]*, .*"mfu"' 0 $gpt2 --json
+says '; tuned [1-9]' 0 $gpt2
+says '; algorithms 21, 0 by own' 0 $gpt2 --no-tune
 says '^layer  *op  *fwd us' 0 $gpt2 --profile
 says 'step 1  loss 10.8249' 0 $gpt2 --weights "$tmp/weights"
 says '"wte.weight": the file has 50257x16, the model 50257x8' 1 $gpt2 --weights "$tmp/weights" --width 8
@@ -175,7 +177,17 @@ says '^CPU, f32: ' 0 $gpt2 --cpu
 says '--precision bf16: on the CPU f32 only' 2 $gpt2 --precision bf16 --cpu
 example tour/9_own_gradients -I"$tmp/toolkit"
 says "^2 GPUs: the mean of 50 steps has errors up to 0[.][01]" 0 env CUDA_ON_CPU_DEVICES=2 "$tmp/9_own_gradients"
-[ -s build/nvcc.found ] || { skip 18 'no nvcc'; finish; }
+# The ladder with all its rungs, its launches those of cuda_on_cpu.h.
+mkdir -p "$tmp/ladder"
+for name in cublas_v2 cuda cuda_bf16 cuda_runtime mma; do : >"$tmp/ladder/$name.h"; done
+sed 's/^#ifndef HPML_CUDA_ON_CPU.*/#if 1/; s/RING_BYTES>>>(/RING_BYTES, 0, /; s/>>>(/, 0, 0, /
+    s/\(k[a-z0-9_]*\(<[a-z]*>\)*\)<<</HPMLG_LAUNCH((\1), /' examples/ladder_matmul.cu >"$tmp/ladder/ladder.cu"
+try ${CXX:-c++} -x c++ -std=c++17 -O1 -Wall -Wextra -Werror -fno-strict-aliasing -DHPML_CUDA_ON_CPU -I"$tmp/ladder" \
+    -Iexamples -include tests/emulator/ladder_on_cpu.h "$tmp/ladder/ladder.cu" -o "$tmp/ladder/ladder"
+says '^8  *cuBLAS bf16 ' 0 "$tmp/ladder/ladder" --size 128
+says '^6  *Hopper .* [0-9.]*e[-+][0-9]*$' 0 "$tmp/ladder/ladder" --size 384 --rung 6
+says 'Hopper  *skipped: wgmma is for Hopper alone' 0 env CUDA_ON_CPU_MAJOR=8 "$tmp/ladder/ladder" --size 128 --rung 6
+[ -s build/nvcc.found ] || { skip 20 'no nvcc'; finish; }
 
 found=$(cat build/nvcc.found) nvcc=${found%% *} libs= options=
 for word in ${found#"$nvcc"} $(sed 's/-D[^ ]*//' build/zlib.flags); do
@@ -233,6 +245,32 @@ for f in "$tmp"/example*.cu; do
     if nvidia-smi -L >/dev/null 2>&1 || grep -q 'no usable device' "$tmp/err"
     then ok; else bad "$(basename "$f") says nothing about the GPU"; fi
 done
+# The ladder: whether ptxas compiles its rung for Hopper without spills and without making its products wait for each
+# other, and whether the machine code has them and TMA's copies.
+wheel=$(python3 -c 'import nvidia; print(list(nvidia.__path__)[0])' 2>/dev/null) dump=
+for file in "$(command -v cuobjdump)" "${nvcc%/*}/cuobjdump" "$wheel"/cu*/bin/cuobjdump \
+    "${wheel%/*}/triton/backends/nvidia/bin/cuobjdump"; do
+    [ -x "$file" ] && [ -z "$dump" ] && dump=$file
+done
+if echo "$found" | grep -q HPML_CUDA_NO_CUBLAS || ! "$nvcc" --help | grep -q sm_90a
+then skip 2 'no cuBLAS, or nvcc cannot compile for sm_90a'
+else
+    "$nvcc" -std=c++17 -O3 $options $archs -gencode arch=compute_90a,code=sm_90a -Xptxas -v -Werror all-warnings \
+        -Xcompiler -Wall,-Wextra,-Wshadow,-Werror -c examples/ladder_matmul.cu -o "$tmp/ladder.o" >"$tmp/log" 2>&1
+    code=$?
+    grep -E 'C75[0-9][0-9]|error|warning|setmaxnreg' "$tmp/log" >"$tmp/err"
+    grep -A 2 "k6_hopper.* 'sm_90a'" "$tmp/log" | grep -q ' 0 bytes stack frame, 0 bytes spill stores' ||
+        echo 'registers are spilled' >>"$tmp/err"
+    if [ $code -eq 0 ] && [ ! -s "$tmp/err" ]; then ok; else bad "the ladder's rung for Hopper, by ptxas"; fi
+    if [ -z "$dump" ]; then skip 1 'no cuobjdump'
+    else
+        PATH="${dump%/*}:$PATH" "$dump" -sass "$tmp/ladder.o" >"$tmp/sass" 2>"$tmp/err"
+        for word in 'HGMMA.64x256x16.F32.BF16 .*tnspB' 'DEPBAR.LE gsb0, 0x1' UTMALDG.2D SYNCS.PHASECHK USETMAXREG; do
+            grep -q "$word" "$tmp/sass" || echo "no $word" >>"$tmp/err"
+        done
+        if [ ! -s "$tmp/err" ]; then ok; else bad "the ladder's machine code for Hopper"; fi
+    fi
+fi
 # What the kernels' machine code may take (build/log/kernels/kernels.txt); compiling for it takes minutes. First a
 # kernel that breaks a rule.
 mkdir -p "$tmp/kernel-table/build" "$tmp/kernel-table/tests"

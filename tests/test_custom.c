@@ -301,20 +301,28 @@ static hpml_status gives_too_much(const hpml_run *run, hpml_node *n)
     hpml_node_give(run, n, 4, n->out->grad);
     return HPML_OK;
 }
+static hpml_status fails_and_returns_ok(const hpml_run *run, hpml_node *n)
+{
+    (void)n;
+    hpml_ctx_fail(run->ctx, HPML_ERR_MEMORY, "no scratch");
+    return HPML_OK;
+}
 TEST(errors_of_the_functions_reach_the_caller)
 {
-    for (int k = 0; k < 3; k++) {
+    for (int k = 0; k < 4; k++) {
         hpml_ctx    *ctx = context(HPML_DTYPE_F32);
         hpml_tensor *a = hpml_linear(hpml_input_2d(ctx, 2, 5), 7, NULL);
         hpml_custom  own = soft;
         if (k == 0) own.forward = refuses;
         if (k == 1) own.backward = refuses;
         if (k == 2) own.backward = gives_too_much;
+        if (k == 3) own.forward = fails_and_returns_ok;
         hpml_tensor *h = hpml_custom_op(&a, 1, &own);
         hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = hpml_mean(h, HPML_ALL_DIMS) });
         hpml_status  f = hpml_graph_forward(g, true, 0), b = hpml_graph_backward(g, 1, false);
-        ENSURE(f == (k == 0 ? HPML_ERR_LABEL : HPML_OK) && b != HPML_OK);
-        ENSURE(k < 2 || strstr(hpml_ctx_error(ctx), "\"softsign0\" has 1 sources; got number 4"));
+        const hpml_status expected[] = { HPML_ERR_LABEL, HPML_OK, HPML_OK, HPML_ERR_MEMORY };
+        ENSURE(f == expected[k] && b != HPML_OK);
+        ENSURE(k != 2 || strstr(hpml_ctx_error(ctx), "\"softsign0\" has 1 sources; got number 4"));
         const char *forward = "softsign \"softsign0\": its forward returned: a label is out of range";
         ENSURE(k != 0 || strstr(hpml_ctx_error(ctx), forward));
         hpml_ctx_free(ctx);

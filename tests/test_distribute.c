@@ -290,6 +290,52 @@ TEST(batchnorm_over_the_global_batch)
     }
 }
 
+/* A fit ends within an update: the ranks' running statistics, which the last micro-batch has changed, become their
+   means. */
+static hpml_status part_of_an_update(hpml_comm *c, void *user)
+{
+    const char  *text = (const char *)user;
+    hpml_ctx    *ctx = hpml_comm_ctx(c);
+    hpml_plan    plan = { 0 };
+    float        x[12 * 4], y[12];
+    double       ends[2], mean;
+    const int64_t shape[1] = { 4 };
+    for (int i = 0; i < 12 * 4; i++) x[i] = (float)(i * 37 % 11);
+    for (int i = 0; i < 12; i++) y[i] = (float)i / 12;
+    hpml_plan_parse(text, &plan, NULL, 0);
+    hpml_tensor      *in = hpml_input_2d(ctx, 2, 4), *h = hpml_batchnorm(in, &(hpml_norm_desc){ .name = "bn" });
+    hpml_trainer     *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){
+        .input = in, .output = hpml_linear(h, 1, NULL), .loss = HPML_LOSS_MSE, .lr = 0.01f, .accumulate = 2 });
+    hpml_dataset     *data = hpml_dataset_create(ctx, 12, HPML_DTYPE_F32, 1, shape, x, HPML_DTYPE_F32, 1, y);
+    hpml_distributed *d = hpml_distribute(t, c, &plan);
+    hpml_trainer_fit(t, data, &(hpml_fit_desc){ .epochs = 1 });
+    hpml_tensor *running = hpml_param_find(ctx, "bn.running_mean");
+    mean = (double)running->data[0];
+    hpml_allreduce(c, &mean, 1, &(hpml_allreduce_desc){ .element = HPML_ELEMENT_F64, .reduce = HPML_MEAN });
+    hpml_distribute_finish(d);
+    ends[0] = (double)running->data[0];
+    ends[1] = -ends[0];
+    hpml_allreduce(c, ends, 2, &(hpml_allreduce_desc){ .element = HPML_ELEMENT_F64, .reduce = HPML_MAX });
+    if (ends[0] != -ends[1]) return hpml_ctx_fail(ctx, HPML_ERR_STATE, "from %g to %g", -ends[1], ends[0]);
+    if (!(fabs(ends[0] - mean) < 1e-6)) return hpml_ctx_fail(ctx, HPML_ERR_STATE, "%g is not %g", ends[0], mean);
+    return hpml_ctx_status(ctx);
+}
+
+TEST(running_statistics_after_part_of_an_update)
+{
+    static const char *const plans[] = { "", "delayed=1", "shard=1", "shard=2", "strategy=local", "strategy=block",
+                                         "strategy=elastic", "strategy=gossip" };
+    for (int p = 0; p < 8; p++) {
+        char      text[512];
+        hpml_plan plan = { 0 };
+        hpml_plan_parse(plans[p], &plan, NULL, 0);
+        hpml_launch_desc  l = { .ranks = 2, .timeout = 30, .plan = &plan, .ctx.threads = 1 };
+        const hpml_status status = hpml_launch(&l, part_of_an_update, (void *)(uintptr_t)plans[p], text, sizeof text);
+        if (status != HPML_OK) printf("    %s: %s\n", plans[p], text);
+        ENSURE(status == HPML_OK);
+    }
+}
+
 TEST(accumulation)
 {
     job one = { .train.accumulate = 3, .train.samples = 240 }, four = { .train.accumulate = 3, .train.samples = 240 };

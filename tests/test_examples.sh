@@ -339,6 +339,14 @@ for kind in llama qwen2 mistral; do
         / %/ && (at, \$1) in want { d = want[at, \$1] - \$2; bad += !(d * d < 1e-8); found++ }
         END { exit bad || n != 24 || found != n }" tests/llama_golden.txt "$tmp/out"'
 done
+# Written token by token, then read as a prompt in blocks: after each token the same one is the likeliest.
+build/41_llama "$tmp/qwen2" --ids 7 --length 60 --temperature 0 >"$tmp/written" 2>&1
+ids=$(awk 'NF == 0 { exit } { print }' "$tmp/written")
+build/41_llama "$tmp/qwen2" --ids "$ids" --length 0 --top 1 >"$tmp/out" 2>&1
+check "a prompt that is read in blocks is followed by what was written token by token" \
+    '[ $? -eq 0 ] && [ $(echo $ids | wc -w) -gt 33 ] && awk -v ids="$(echo $ids)" "
+        BEGIN { n = split(ids, id, \" \") } / %/ && k + 2 <= n { k++; bad += \$1 != id[k + 1] }
+        END { exit bad || k != n - 1 }" "$tmp/out"'
 cp tests/bpe/vocab.json tests/bpe/merges.txt "$tmp/llama"
 fits timeout 60 build/41_llama "$tmp/llama" --prompt "The gradients" --length 12
 check "a text by a model of the Llama family" \
@@ -374,7 +382,9 @@ s/"vocab_size": 450/"vocab_size": 1e99/=config.json: vocab_size is 1e99; support
 s/"num_key_value_heads": 2/"num_key_value_heads": 3/=config.json: num_key_value_heads is 3; supported: a divisor
 s/"hidden_size": 32/"hidden_size": 36/=config.json: hidden_size is 36; supported: heads of an even size
 s/: false/: maybe/=config.json: tie_word_embeddings is maybe; supported: true or false
-s/1e-05/0/=config.json: rms_norm_eps is 0; supported: a number above 0
+s/1e-05/0/=config.json: rms_norm_eps is 0; supported: a number above 1e-30
+s/1e-05/1e-300/=config.json: rms_norm_eps is 1e-300; supported: a number above 1e-30
+s/"rope_scaling"/"rope_theta": 1e-200, "x"/=config.json: rope_theta is 1e-200; supported: a number above 1e-30
 s/\[2, 447\]/[2, "x"]/=config.json: eos_token_id is \[2, "x"\]; supported: ids
 s/"max_position_embeddings": 64/"max_position_embeddings": 1/=config.json: max_position_embeddings is 1; the prompt's 2
 $d=config.json: not a whole JSON object

@@ -14,6 +14,8 @@ typedef struct job {
     hpml_network network;
     int          ranks, layers, batch;
     int64_t      cols, more;  /* floats of the first parameter; how many more each next one has */
+    int64_t      rows;        /* of each parameter, in forecasts; 0: 1 */
+    double       update_s;    /* seconds to step all parameters, in forecasts */
     bool         dense;       /* each layer is followed by a hpml_linear without bias, which takes no time */
     bool         sums;        /* each layer ends in a sum over axis tensor, forward and backward */
     bool         mixed;       /* the model is mixed_model */
@@ -146,7 +148,8 @@ static hpml_model_facts facts_of(const job *j)
     hpml_model_facts f = { 0 };
     for (int i = 0; i < j->layers; i++) {
         const int64_t sum = j->sums ? WIDTH : 0;
-        facts_layer[i] = (hpml_layer_facts){ .forward_s = forward_s(i), .cols = j->cols + i * j->more, .edge = WIDTH,
+        facts_layer[i] = (hpml_layer_facts){ .forward_s = forward_s(i), .rows = j->rows,
+                                             .cols = j->cols + i * j->more, .edge = WIDTH,
                                              .forward_sum = sum, .backward_sum = i > 0 ? sum : 0, .kept = 4 * WIDTH };
     }
     f.layers = j->layers, f.layer = facts_layer;
@@ -155,7 +158,7 @@ static hpml_model_facts facts_of(const job *j)
         facts_layer[2 * i + 1] = (hpml_layer_facts){ .rows = WIDTH, .cols = WIDTH, .edge = WIDTH, .dense = true };
         f.layers               = 2 * j->layers;
     }
-    f.facts.ranks = j->ranks, f.facts.batch = j->batch;
+    f.facts.ranks = j->ranks, f.facts.batch = j->batch, f.update_s = j->update_s;
     return f;
 }
 
@@ -278,6 +281,11 @@ TEST(forecasts_equal_trainings_in_virtual_time)
         { "tensor=2,pipe=2,schedule=1f1b,micro=4", 8, 4 },
         { "tensor=2,pipe=2,schedule=1f1b,micro=8", 16, 4 },
         { "shard=1", 4, 2 }, { "shard=2", 8, 4 }, { "shard=3", 8, 4 }, { "shard=1,pipe=2,micro=4", 8, 2 },
+        { "shard=2,bucket_bytes=1", 8, 1 }, { "shard=3,bucket_bytes=1", 4, 2 },
+        { "shard=2,no_overlap=1,bucket_bytes=1", 8, 2 }, { "shard=3,no_overlap=1,bucket_bytes=1", 8, 2 },
+        { "shard=2,pipe=2,schedule=1f1b,micro=8", 8, 4 }, { "shard=3,pipe=2,schedule=1f1b,micro=8", 4, 1 },
+        { "shard=3,pipe=2,micro=4,bucket_bytes=1", 8, 2 }, { "shard=2,pipe=4,micro=4", 8, 4 },
+        { "shard=2,pipe=2,micro=2,no_overlap=1", 4, 1 },
         { "strategy=ps,servers=1", 5, 1 }, { "strategy=ps,servers=2", 8, 1 }, { "strategy=local", 4, 1 },
         { "strategy=elastic", 8, 4 }, { "strategy=block", 6, 1 },
         { "exact=1", 4, 1 }, { "exact=1,algorithm=ring", 8, 4 }, { "strategy=gossip", 8, 2 },
@@ -306,7 +314,8 @@ TEST(forecasts_of_ring_attention_and_experts_equal_trainings_in_virtual_time)
         { "sequence=2", 2, 1 }, { "sequence=2", 4, 2 }, { "sequence=4", 8, 4 },
         { "sequence=8,shard=2", 8, 1 }, { "expert=2", 2, 1 }, { "expert=2", 4, 2 },
         { "sequence=2,expert=2", 4, 2 }, { "expert=4", 8, 2 }, { "sequence=2,expert=2", 16, 4 },
-        { "expert=2,no_overlap=1", 4, 1 },
+        { "expert=2,no_overlap=1", 4, 1 }, { "expert=2,shard=2,no_overlap=1", 4, 1 },
+        { "expert=2,shard=3,no_overlap=1", 8, 2 }, { "expert=4,shard=3", 8, 2 },
         { "expert=2,shard=1", 2, 1 }, { "expert=2,shard=1", 4, 2 }, { "sequence=2,expert=2,shard=2", 8, 1 },
         { "expert=2,shard=3", 8, 2 },
     };
@@ -560,6 +569,62 @@ TEST(one_very_slow_worker)
    assumed of the sum of losses on more than 64 ranks costs less than 1 %, of small shards and pipelines 5 %. Where axis
    tensor, a pipeline and axis data share the network cards of nodes, `ties`, messages of several collectives come to a
    card at the same time, and which is first depends on the rank; played once, the clocks are within a tenth. */
+/* The first update of delayed comes a step late, so that later steps take longer or shorter than the second one. */
+TEST(a_delayed_step_is_one_of_a_long_training)
+{
+    for (int i = 0; i < 3; i++) {
+        job              j = job_of(i == 2 ? "delayed=1,pipe=2,micro=2" : "delayed=1", 4, 1);
+        hpmlc_play       y;
+        hpml_prediction  p;
+        hpml_machine     m;
+        hpml_model_facts f;
+        j.update_s = 0.004, j.network.between.bandwidth = i == 0 ? 84e5 : 4e7;
+        f = facts_of(&j), m = machine_of(&j);
+        hpml_plan plan = j.plan;
+        plan.cut = j.plan.pipe > 1 ? j.cut : NULL;
+        ENSURE(perform(&j, true, false, 12, &y, j.why, sizeof j.why));
+        ENSURE(hpml_forecast(&plan, &f, &m, &p, j.why, sizeof j.why) == HPML_OK);
+        const double later = 0.5 * (y.ends[11] - y.ends[9]);
+        hpmlc_play_close(&y);
+        ENSURE_NEAR(p.step_s / later, 1, 1e-6);
+    }
+}
+
+/* A slow network: a search for a delayed plan finds that a codec makes it faster. */
+TEST(a_search_for_a_delayed_plan_finds_a_codec)
+{
+    job               j = job_of("delayed=1,pipe=1,tensor=1", 16, 1);
+    hpml_found        found;
+    hpml_search_desc  d = { .base = j.plan, .lossy = true };
+    j.cols = 1 << 20, j.network.between.bandwidth = 1e7;
+    hpml_model_facts  f = facts_of(&j);
+    hpml_machine      m = machine_of(&j);
+    for (int i = 0; i < f.layers; i++) facts_layer[i].rows = 1024, facts_layer[i].cols /= 1024;
+    ENSURE(hpml_search(&d, &f, &m, &found, 1, NULL, j.why, sizeof j.why) == 1);
+    ENSURE(found.plan.codec.kind == HPML_CODEC_ONEBIT);
+}
+
+/* Fewer rows than ranks: a codec gives some ranks large blocks and others none; one rank is played for all. */
+TEST(blocks_of_different_sizes_where_one_rank_is_played_for_all)
+{
+    static const struct { const char *plan; int64_t rows, cols; double off; } cases[] = {
+        { "codec=bf16", 12, 20000, 0.1 }, { "codec=onebit", 200, 4000, 0.3 }, { "codec=bf16", 1000, 400, 0.02 },
+    };
+    for (int i = 0; i < 3; i++) {
+        job         j = job_of(cases[i].plan, 128, 1);
+        hpmlc_play  y;
+        double      end[2];
+        j.dense = false, j.rows = cases[i].rows, j.cols = cases[i].cols, j.more = 0, j.layers = 4;
+        for (int whole = 0; whole < 2; whole++) {
+            ENSURE(perform(&j, whole, true, STEPS, &y, j.why, sizeof j.why) && y.unit == (whole ? 128 : 1));
+            end[whole] = y.ends[STEPS - 1] - ORIGIN;
+            hpmlc_play_close(&y);
+        }
+        if (fabs(end[0] / end[1] - 1) > cases[i].off) printf("    %s: %g, all %g\n", cases[i].plan, end[0], end[1]);
+        ENSURE_NEAR(end[0] / end[1], 1, cases[i].off);
+    }
+}
+
 TEST(equal_ranks_are_played_once)
 {
     static const struct { const char *plan; int ranks, per_node, played; double losses; bool ties; } cases[] = {
@@ -810,6 +875,7 @@ TEST(terms_add_up_and_name_what_decides)
     static const struct { const char *plan; int ranks; hpml_term decides; } cases[] = {
         { "", 32, HPML_TERM_DATA }, { "pipe=8,micro=2,tensor=4", 32, HPML_TERM_BUBBLE }, { "", 1, HPML_TERM_UPDATE },
         { "tensor=32", 32, HPML_TERM_TENSOR }, { "strategy=ps,servers=1", 32, HPML_TERM_SERVERS },
+        { "pipe=4,schedule=zero_bubble,micro=1,delayed=1,codec=bf16", 12, HPML_TERM_DATA },
     };
     static hpml_layer_facts layer[LAYERS];
     hpml_model_facts        f = transformer(12, 768, layer);
@@ -822,7 +888,7 @@ TEST(terms_add_up_and_name_what_decides)
         f.facts.ranks = cases[i].ranks, f.facts.batch = 4;
         ENSURE(forecast(cases[i].plan, &f, &m, &p) == HPML_OK);
         for (int t = 0; t < HPML_TERM_COUNT; t++) sum += p.term_s[t];
-        ENSURE_NEAR(sum / p.step_s, 1, 0.02);
+        ENSURE_NEAR(sum / p.step_s, 1, 1e-9);
         if (p.decides != cases[i].decides) {
             hpml_prediction_text(&p, text, sizeof text);
             printf("    \"%s\": %s\n", cases[i].plan, text);
@@ -931,6 +997,8 @@ TEST(machines)
     m.direct = false; /* two copies by the host's bus for each message */
     hpml_machine_network(&m, 16, &n);
     ENSURE_NEAR(1 / n.between.bandwidth, 1 / 50e9 + 2 / 16e9, 1e-18);
+    hpml_machine_network(&m, 0, &n);
+    ENSURE(n.between.bandwidth == m.network.between.bandwidth); /* a node alone: no cards, no fabric */
     /* small batches read more bytes of parameters than they make operations of; processing in memory never waits */
     f.layers = 2;
     ENSURE(hpml_roofline_text(&f, hpml_machine_find("v100-nvlink"), 1, text, sizeof text) == (int)strlen(text));
@@ -1256,6 +1324,9 @@ TEST(errors)
     REFUSED(f.layers = 0, f.layers = 2, "0 layers");
     REFUSED(m.flops = 0, m.flops = 1e9, "layer 0 \"a\" has operations");
     REFUSED(layer[1].cols = -1, layer[1].cols = 4, "layer 1 \"b\" has a negative number");
+    REFUSED(layer[1].cols = INT64_MAX / 16, layer[1].cols = 4, "layer 1 \"b\" has a negative number");
+    REFUSED(f.states = INT32_MAX, f.states = 0, "one too large");
+    REFUSED(f.facts.batch = INT64_MAX / 2, f.facts.batch = 8, "one too large");
     REFUSED(m.flops = -1, m.flops = 1e9, "\"toy\"");
     REFUSED(p.tensor = 3, p.tensor = 0, "tensor 3");
     REFUSED((p.exact = true, p.codec.kind = HPML_CODEC_ONEBIT), (p.exact = false, p.codec.kind = HPML_CODEC_NONE),
@@ -1264,6 +1335,7 @@ TEST(errors)
     REFUSED(p.pipe = 4, p.pipe = 0, "2 layers cannot be cut into the 4 pieces");
     REFUSED(m.memory = 10, m.memory = 0, "a rank needs");
     REFUSED(m.network.inside.latency = NAN, m.network.inside.latency = 0, "NaN");
+    REFUSED(m.network.between.bandwidth = 1e-300, m.network.between.bandwidth = 0, "near 0");
     hpml_found found[1];
     m.memory = 10;
     ENSURE(hpml_search(NULL, &f, &m, found, 1, NULL, why, sizeof why) == -1 && strstr(why, "no plan is possible"));

@@ -63,6 +63,12 @@ TEST(values_gradients_and_states_are_arrays_of_one_layout)
         }
         for (int k = 0; k < 4; k++) ENSURE(floats[k] == at);
         ENSURE(!hpml_trainer_array(t, (hpml_array)(HPML_ARRAY_STATE + 2), &floats[0]) && floats[0] == 0);
+        for (int k = 0; k < 3; k++) {
+            const hpml_array none = (hpml_array)(k == 0 ? -2 : k == 1 ? INT32_MIN + 1 : INT32_MAX);
+            ENSURE(!hpml_trainer_array(t, none, &floats[0]) && !hpml_trainer_part(t, 0, none));
+        }
+        ENSURE(hpml_trainer_part(t, 0, HPML_ARRAY_STATE) == mean);
+        ENSURE(hpml_trainer_part(t, 0, HPML_ARRAY_VALUES) == values);
         ENSURE(hpml_trainer_place(t, -1) == -1 && hpml_trainer_place(t, 99) == -1 && hpml_trainer_place(NULL, 0) == -1);
         hpml_ctx_free(ctx);
         free(own);
@@ -524,6 +530,22 @@ TEST(sparse_tables_train_as_dense_ones)
     }
 }
 
+TEST(gradients_of_sparse_tables_agree_with_differences)
+{
+    double worst[2];
+    for (int sparse = 0; sparse < 2; sparse++) {
+        hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 3 });
+        hpml_trainer *t = words(ctx, sparse, (hpml_trainer_desc){ .lr = 0.1f });
+        int32_t       tokens[BATCH * WORDS], labels[BATCH];
+        speak(1, tokens, labels);
+        ENSURE(hpml_trainer_step(t, tokens, labels, BATCH, NULL) == HPML_OK);
+        worst[sparse] = hpml_check_grad(hpml_trainer_graph(t), 0, 300);
+        hpml_ctx_free(ctx);
+    }
+    ENSURE(worst[0] > 0 && worst[0] < 1e-2);
+    ENSURE_NEAR(worst[1], worst[0], 0);
+}
+
 /* Lazy updates: a row that a step does not have keeps its value and its states, weight decay included. */
 TEST(rows_without_a_gradient_stay)
 {
@@ -562,6 +584,11 @@ TEST(sparse_tables_that_cannot_be_are_errors)
     const int32_t far[] = { TABLE };
     ENSURE_ERROR(ctx, !hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = y }), HPML_ERR_UNSUPPORTED,
                  "reads the table \"e.weight\" of a sparse embedding");
+    hpml_tensor *dense = hpml_embedding(x, TABLE, WIDTH, &(hpml_embedding_desc){ .name = "dense" });
+    ENSURE(hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = hpml_mean(dense, HPML_ALL_DIMS) }));
+    hpml_tensor *planned = hpml_param_find(ctx, "dense.weight");
+    ENSURE_ERROR(ctx, !hpml_embedding(x, TABLE, WIDTH, &(hpml_embedding_desc){ .weight = planned, .sparse = true }),
+                 HPML_ERR_UNSUPPORTED, "has the whole gradient of \"dense.weight\"");
     ENSURE_ERROR(ctx, !hpml_embedding(x, TABLE, WIDTH, &(hpml_embedding_desc){ .weight = data, .sparse = true }),
                  HPML_ERR_UNSUPPORTED, ".sparse is for parameters");
     ENSURE_ERROR(ctx, hpml_param_add_rows(data, true, far, xs[0], 1), HPML_ERR_STATE, "has no sparse gradient");

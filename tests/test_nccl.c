@@ -18,7 +18,7 @@ typedef struct job {
     hpml_cuda_desc       cuda, gpu[4];
     bool                 crowd; /* all ranks on GPU 0 */
     hpml_transport_kind  transport;
-    bool                 cpu, norm, serial, same, nccl, unchecked;
+    bool                 cpu, norm, serial, same, nccl, unchecked, survive;
     bool                 kink; /* |x W| as a square root: for a sample of zeros the loss is 0 and the gradient of W is
                                   NaN. Sample 109 is one: the 14th of step 4, on rank 2 of 4 */
     bool                 nan; /* in sample 109, behind a relu that turns it into 0 */
@@ -33,6 +33,7 @@ typedef struct job {
     uint64_t             hash;
     float                w[INPUTS * HIDDEN], var[HIDDEN], loss;
     char                 text[768], said[4][768]; /* said: the error of every rank */
+    char                 counts[4][1024]; /* hpml_cuda_text of every rank */
 } job;
 
 /* The parameters of rank 0, and whether the others have the same. */
@@ -51,7 +52,7 @@ static hpml_status train(hpml_comm *c, job *j)
 {
     hpml_ctx    *ctx = hpml_comm_ctx(c);
     if (j->nccl && hpml_nccl_attach(c, &j->link) != HPML_OK) return hpml_ctx_status(ctx);
-    int          p   = hpml_comm_size(c);
+    int          p   = hpml_comm_size(c) - j->d.servers; /* ranks that compute */
     int64_t      batch = j->d.exact ? GLOBAL : (GLOBAL + p - 1) / p;
     hpml_tensor *x = hpml_input_2d(ctx, batch, INPUTS);
     hpml_linear_desc relu = { .activation = j->norm ? HPML_ACT_NONE : HPML_ACT_RELU };
@@ -83,6 +84,7 @@ static hpml_status train(hpml_comm *c, job *j)
     hpml_loader_desc own = { .ranks = 1 }; /* fit does not compare ranks, where the absence would be noticed */
     fit.max_steps = j->tail, fit.loader = j->away ? &own : NULL;
     if (j->tail) hpml_trainer_fit(t, data, &fit);
+    hpml_cuda_text(ctx, j->counts[hpml_comm_rank(c)], sizeof j->counts[0]);
     hpml_distribute_report r = { 0 };
     if (!j->serial) hpml_distribute_finish(dist);
     hpml_distribute_get(dist, &r, false);
@@ -114,6 +116,7 @@ static hpml_status go(job *j, int ranks)
 {
     hpml_launch_desc l = { .transport = j->transport, .ranks = ranks, .timeout = 20, .place = place,
                            .ctx = { .seed = 3, .threads = 1 } };
+    l.survive = j->survive;
     l.network.ranks_per_node = j->per_node;
     l.network.inside.latency = j->d.no_overlap ? 0 : 1e-6; /* a slow link, so that exchanges run in the background */
     /* the fourth and last batch of an epoch is short, and some ranks have no samples of it */
@@ -129,6 +132,7 @@ static double apart(const job *a, const job *b)
     return most;
 }
 
+void cuda_on_cpu_fault(const char *what, long k);
 #define ENSURE_GO(j, ranks)                                           \
     do {                                                              \
         if (go(&(j), ranks) != HPML_OK) printf("    %s\n", (j).text); \
@@ -230,6 +234,39 @@ TEST(what_a_device_cannot_do)
     job half = { .steps = 2, .cuda = { .precision = HPML_CUDA_F16 } };
     half.d.codec.kind = HPML_CODEC_ONEBIT;
     ENSURE(go(&half, 2) == HPML_ERR_UNSUPPORTED && strstr(half.text, "in f16 gradients overflow"));
+}
+
+/* On each rank's GPU another algorithm is the fastest. After the first update all ranks take the choices of rank 0, by
+   NCCL or not, and time nothing more: products that come later, in the short batch of step 4, run by the first
+   algorithm. Ranks at their own pace or that may be lost, and trainings of their own, keep their choices. */
+TEST(ranks_take_the_choices_of_rank_0)
+{
+    static const char *const fastest[] = { "; algorithms 24;", "; algorithms 23;", "; algorithms 22;",
+                                           "; algorithms 21;" };
+    for (int variant = 0; variant < 7; variant++) {
+        const bool shared = variant < 4;
+        job        j = { .steps = 3, .cuda = { .precision = HPML_CUDA_BF16, .tune = true }, .nccl = variant == 1 };
+        if (variant == 2) j.d.strategy = HPML_STRATEGY_LOCAL, j.d.period = 2;
+        if (variant == 3) j.steps = 4;
+        if (variant == 4) j.d.strategy = HPML_STRATEGY_SSP, j.d.servers = 1;
+        if (variant == 5) j.serial = true;
+        if (variant == 6) j.d.strategy = HPML_STRATEGY_GOSSIP, j.survive = true; /* ranks may be lost */
+        nccl_on_cpu_reset(4, 0);
+        cuda_on_cpu_fault("proposals", 4);
+        cuda_on_cpu_fault("clock", 1000);
+        for (int i = 0; i < 8; i++) cuda_on_cpu_fault((char[]){ 'u', 's', ' ', (char)('0' + i), 0 }, i < 4 ? 4 - i : 9);
+        go(&j, 4);
+        cuda_on_cpu_fault("none", 0);
+        ENSURE(j.text[0] == 0 && (!shared || j.same));
+        for (int rank = 0; rank < (variant == 4 ? 3 : 4); rank++) { /* 4: rank 3 is the server */
+            const char *text = j.counts[rank];
+            bool        taken = strstr(text, "; tuned ") && !strstr(text, " 0 taken over, ");
+            ENSURE(taken == (shared && rank > 0));
+            if (variant != 3) ENSURE(strstr(text, fastest[shared ? 0 : rank]));
+            else ENSURE(!strstr(text, " 23") && !strstr(text, " 22"));
+        }
+    }
+    nccl_on_cpu_reset(1, 0);
 }
 
 /* ---- by NCCL ---------------------------------------------------------------------------------------------------- */

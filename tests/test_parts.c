@@ -429,6 +429,22 @@ TEST(a_graph_without_segments_cuts_itself_for_a_budget)
     ENSURE(train(&d) == want);
 }
 
+/* An output that is a reshape of a result within a segment keeps its numbers through the backward pass. */
+TEST(an_output_that_reshapes_a_result_of_a_segment_outlives_the_backward_pass)
+{
+    float        before[2 * 4], after[2 * 4];
+    hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 });
+    hpml_tensor *x = hpml_input_3d(ctx, 2, 3, 4), *h = hpml_linear(hpml_tanh(hpml_linear(x, 4, NULL)), 4, NULL);
+    hpml_tensor *y = hpml_last(h, NULL), *loss = hpml_mean(hpml_mul(y, hpml_sin(y)), HPML_ALL_DIMS);
+    hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .output_count = 1, .outputs = &y, .loss = loss });
+    ENSURE(hpml_graph_budget(g, 0, 0) == HPML_OK && hpml_graph_alloc(g) == HPML_OK);
+    for (int i = 0; i < 24; i++) x->data[i] = (float)i - 2.5f;
+    ENSURE(hpml_graph_forward(g, true, 0) == HPML_OK && hpml_tensor_get(y, before, 8) == HPML_OK);
+    ENSURE(hpml_graph_backward(g, 1, false) == HPML_OK && hpml_tensor_get(y, after, 8) == HPML_OK);
+    ENSURE(memcmp(before, after, sizeof before) == 0);
+    hpml_ctx_free(ctx);
+}
+
 /* ---- copies to host memory and back while ops run ---- */
 
 /* Ops and copies that sleep, and when they do. */

@@ -1,5 +1,6 @@
 /* Pipelines that train: against one rank with the same model, in counts, and in virtual time. */
 #include <pthread.h>
+#include <sched.h>
 #include "../hpml.h"
 #include "../hpml_comm.h"
 #include "test.h"
@@ -369,10 +370,13 @@ TEST(skips_bypass_stages)
     const int64_t values = 16 * WIDTH * sizeof(float);
     ENSURE(j.bytes[1] == values);
     ENSURE(j.bytes[2] == values && j.bytes[3] == values);
-    j = job_of(SKIP, 2, HPML_PIPE_INTERLEAVED, 4, 16);
-    j.cut = cuts;
-    ENSURE(pipeline(&j, 2, 4, text) == HPML_OK);
-    ENSURE_NEAR(j.worst, 0, 1e-6);
+    for (int batch = 16; batch <= 32; batch *= 2) { /* messages of 256 bytes, which are copied, and larger ones */
+        j = job_of(SKIP, 2, HPML_PIPE_INTERLEAVED, 4, batch);
+        j.cut   = cuts;
+        j.steps = batch < SAMPLES ? 3 : 1; /* later steps would not have the samples of `serial` */
+        ENSURE(pipeline(&j, 2, 4, text) == HPML_OK);
+        ENSURE_NEAR(j.worst, 0, 1e-6);
+    }
 }
 
 /* A table that the first and the last stage read has one gradient. */
@@ -756,7 +760,7 @@ TEST(replicas_of_stages_without_a_flush_stay_equal)
 
 /* ---- in virtual time ---- */
 
-typedef struct timed { hpml_plan plan; int layers, batch; double seconds; int fails; } timed;
+typedef struct timed { hpml_plan plan; int layers, batch; double seconds; int fails; bool frees; } timed;
 
 static hpml_status work_forward(const hpml_run *run, hpml_node *n)
 {
@@ -806,12 +810,14 @@ static hpml_status timed_main(hpml_comm *c, void *user)
         src[0] = hpml_custom_op(src, 2, &work);
     }
     hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = src[0], .lr = 0.1f });
-    if (!hpml_distribute(t, c, NULL)) return hpml_ctx_status(ctx);
+    hpml_distributed *d = hpml_distribute(t, c, NULL);
+    if (!d) return hpml_ctx_status(ctx);
     double start = hpml_comm_now(c);
     for (int s = 0; s < 2; s++)
         if (hpml_trainer_step(t, x, y, j->batch, &info) != HPML_OK) return hpml_ctx_status(ctx);
     hpml_barrier(c);
     if (hpml_comm_rank(c) == 0) j->seconds = (hpml_comm_now(c) - start) / 2;
+    if (j->frees) hpml_distribute_free(d);
     return hpml_ctx_status(ctx);
 }
 
@@ -870,6 +876,87 @@ TEST(a_stage_that_fails_is_named)
     ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 4, .timeout = 20, .plan = &j.plan, .ctx.threads = 1 }, timed_main,
                        &j, text, sizeof text) != HPML_OK);
     ENSURE(strstr(text, "layer of stage 1 has failed"));
+}
+
+/* A stage that ends after another one's failure leaves no message that points to its memory. */
+typedef struct failing { int forwards, blocks; bool freed; } failing; /* atomic: of rank 0 */
+
+static void *wiped_alloc(size_t bytes, size_t align, void *user)
+{
+    void *p = NULL;
+    __atomic_add_fetch(&((failing *)user)->blocks, 1, __ATOMIC_ACQ_REL);
+    return posix_memalign(&p, align < sizeof p ? sizeof p : align, bytes > 0 ? bytes : 1) == 0 ? p : NULL;
+}
+static void wiped_free(void *p, size_t bytes, void *user)
+{
+    failing *f = (failing *)user;
+    if (!p) return;
+    memset(p, 0xdd, bytes);
+    __asm__ __volatile__("" : : "r"(p) : "memory"); /* else compilers leave memset out before free */
+    free(p);
+    if (__atomic_sub_fetch(&f->blocks, 1, __ATOMIC_ACQ_REL) == 0) __atomic_store_n(&f->freed, true, __ATOMIC_RELEASE);
+}
+static void place_failing(hpml_ctx_desc *ctx, int rank, void *user)
+{
+    if (rank == 0) ctx->allocator = (hpml_allocator){ wiped_alloc, wiped_free, user };
+}
+static hpml_status counts_forward(const hpml_run *run, hpml_node *n)
+{
+    (void)run;
+    memcpy(n->out->data, n->src[0]->data, (size_t)hpml_tensor_count(n->out) * sizeof(float));
+    __atomic_add_fetch(&((failing *)n->attr.custom->user)->forwards, 1, __ATOMIC_ACQ_REL);
+    return HPML_OK;
+}
+
+static hpml_status failing_main(hpml_comm *c, void *user)
+{
+    static const int32_t cut[1] = { 2 };
+    failing       *f   = (failing *)user;
+    hpml_ctx      *ctx = hpml_comm_ctx(c);
+    hpml_custom    counts = { .name = "counts", .forward = counts_forward, .backward = fails_backward, .user = f };
+    hpml_plan      plan = { .pipe = 2, .micro = 2, .cut = cut };
+    float          x[SAMPLES * IN] = { 0 };
+    int32_t        y[SAMPLES] = { 0 };
+    hpml_message   m;
+    hpml_tensor   *in = hpml_input_2d(ctx, SAMPLES, IN), *src[1] = { layer(in, IN, HPML_ACT_NONE) };
+    hpml_tensor   *out = layer(layer(hpml_custom_op(src, 1, &counts), IN, HPML_ACT_NONE), OUT, HPML_ACT_NONE);
+    hpml_trainer  *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .lr = 0.1f });
+    if (!hpml_distribute(t, c, &plan)) return hpml_ctx_status(ctx);
+    if (hpml_comm_rank(c) == 0) return hpml_trainer_step(t, x, y, SAMPLES, NULL);
+    hpml_comm *stages = hpml_comm_mesh(c)->axis[HPML_AXIS_PIPE];
+    hpml_irecv(stages, 0, 99, x, sizeof x[0], &m);
+    while (__atomic_load_n(&f->forwards, __ATOMIC_ACQUIRE) < 2) sched_yield(); /* then rank 0 has sent values */
+    hpml_ctx_fail(ctx, HPML_ERR_STATE, "stage 1 has failed");
+    hpml_barrier(c); /* tells rank 0 */
+    while (!__atomic_load_n(&f->freed, __ATOMIC_ACQUIRE)) sched_yield();
+    hpml_test(stages, &m); /* looks through all messages that have been sent to this rank */
+    return hpml_ctx_status(ctx);
+}
+
+TEST(a_stage_that_ends_leaves_no_message)
+{
+    failing   f = { 0 };
+    hpml_plan plan = { .pipe = 2, .micro = 2 };
+    char      text[512];
+    ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 2, .timeout = 20, .plan = &plan, .place = place_failing,
+                                            .ctx.threads = 1 }, failing_main, &f, text, sizeof text) != HPML_OK);
+    if (!strstr(text, "stage 1 has failed")) printf("    %s\n", text);
+    ENSURE(strstr(text, "stage 1 has failed"));
+}
+
+/* Without hpml_distribute_finish gradients are left in flight that no stage receives. */
+TEST(a_training_without_a_flush_may_end_without_finish)
+{
+    for (int i = 0; i < 4; i++) {
+        char  text[512];
+        timed j = { .layers = 8, .batch = 16, .frees = i % 2 };
+        j.plan.pipe     = 4;
+        j.plan.schedule = i < 2 ? HPML_PIPE_STASH : HPML_PIPE_VERTICAL;
+        hpml_launch_desc l = { .ranks = 4, .timeout = 20, .plan = &j.plan, .ctx.threads = 1 };
+        const hpml_status status = hpml_launch(&l, timed_main, &j, text, sizeof text);
+        if (status != HPML_OK) printf("    %s\n", text);
+        ENSURE(status == HPML_OK);
+    }
 }
 
 TEST(refusals)

@@ -96,6 +96,7 @@ static void refuse_attention(int kind, const char *text)
     if (kind == 5) a.cache = hpml_tensor_create_3d(ctx, 2, 5, 8), a.position = two;
     if (kind == 6) a.cache = hpml_tensor_create_3d(ctx, 2, 9, 8), a.position = two, a.not_causal = true;
     if (kind == 7) a.cache = hpml_tensor_create_3d(ctx, 2, 9, 8), a.position = hpml_input_tokens(ctx, 2, 6);
+    if (kind == 8) a.heads = a.kv_heads = 1431655766; /* 3 times this number is 2 in 32 bits */
     ENSURE_ERROR(ctx, hpml_attention(x, &a) == NULL, kind == 2 || kind == 3 || kind == 4 || kind == 6
                  ? HPML_ERR_ARGUMENT : HPML_ERR_SHAPE, text);
     hpml_ctx_free(ctx);
@@ -105,8 +106,9 @@ TEST(arguments_of_attention_that_do_not_fit)
 {
     static const char *const texts[] = { "with 4 heads and 3 of keys", "expected (2, 6) or (2, 6, 6)",
         "a mask gets none", ".position without .cache", ".cache without .position", "2 x positions (6 or more) x 8",
-        ".cache with .not_causal", "one number for each of 2 samples" };
-    for (int kind = 0; kind < 8; kind++) refuse_attention(kind, texts[kind]);
+        ".cache with .not_causal", "one number for each of 2 samples",
+        "with 1431655766 heads" };
+    for (int kind = 0; kind < 9; kind++) refuse_attention(kind, texts[kind]);
     static const hpml_rotary_desc wrong[] = { { .heads = 3 }, { .heads = 2, .dims = 3 }, { .heads = 2, .rotated = 3 } };
     for (int i = 0; i < 3; i++) {
         hpml_ctx    *ctx = context(1);

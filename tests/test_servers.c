@@ -640,6 +640,33 @@ TEST(a_lost_server_is_an_error_that_names_it)
         }
 }
 
+/* A worker has failed before a server begins to receive requests: the server fails, too. */
+static hpml_status serves_late(hpml_comm *c, void *user)
+{
+    bool         *has_failed = (bool *)user; /* atomic */
+    const job     j = { .batch = 6, .lr = 0.1f };
+    hpml_plan     plan = { .strategy = HPML_STRATEGY_PS, .servers = 1 };
+    float         x[6 * INPUTS] = { 0 };
+    int32_t       y[6] = { 0 };
+    hpml_trainer *t = trainer_of(&j, hpml_comm_ctx(c));
+    hpml_distribute(t, c, &plan);
+    if (hpml_comm_rank(c) == 0) {
+        hpml_ctx_fail(hpml_comm_ctx(c), HPML_ERR_STATE, "on purpose");
+        hpml_barrier(c); /* tells the other ranks */
+        __atomic_store_n(has_failed, true, __ATOMIC_RELEASE);
+    }
+    while (!__atomic_load_n(has_failed, __ATOMIC_ACQUIRE)) usleep(100);
+    return hpml_trainer_step(t, x, y, 6, NULL);
+}
+
+TEST(a_worker_that_fails_early_is_named)
+{
+    bool             has_failed = false;
+    char             text[512];
+    hpml_launch_desc l = { .ranks = 3, .timeout = 30, .alone = true, .ctx.threads = 1 };
+    ENSURE(hpml_launch(&l, serves_late, &has_failed, text, sizeof text) != HPML_OK && strstr(text, "on purpose"));
+}
+
 /* Workers leave or fail at random steps: the loss stays near that of undisturbed runs, each a median of five. */
 static double median(double *x)
 {

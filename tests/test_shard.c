@@ -729,6 +729,64 @@ TEST(evaluation_with_shards)
     }
 }
 
+/* An allocator that fails at one call. */
+typedef struct scarce { int left; } scarce; /* calls until that one; 0: none fails */
+
+static void *scarce_alloc(size_t bytes, size_t align, void *user)
+{
+    scarce *s = (scarce *)user;
+    void   *p = NULL;
+    if (s->left > 0 && --s->left == 0) return NULL;
+    return posix_memalign(&p, align < sizeof p ? sizeof p : align, bytes > 0 ? bytes : 1) == 0 ? p : NULL;
+}
+static void scarce_free(void *p, size_t bytes, void *user)
+{
+    (void)bytes;
+    (void)user;
+    free(p);
+}
+
+typedef struct shortage { scarce memory; int call; bool over; } shortage; /* over: that call came after the step */
+
+static void place_shortage(hpml_ctx_desc *ctx, int rank, void *user)
+{
+    if (rank == 0) ctx->allocator = (hpml_allocator){ scarce_alloc, scarce_free, &((shortage *)user)->memory };
+}
+
+static hpml_status lacks_memory(hpml_comm *c, void *user)
+{
+    shortage     *s = (shortage *)user;
+    float         x[BATCH * INPUTS] = { 0 };
+    int32_t       y[BATCH] = { 0 };
+    const bool    mine = hpml_comm_rank(c) == 0;
+    hpml_trainer *t = model(hpml_comm_ctx(c), &(hpml_trainer_desc){ 0 }, NARROW, NULL);
+    if (mine) s->memory.left = s->call;
+    hpml_distribute(t, c, NULL);
+    hpml_trainer_step(t, x, y, BATCH, NULL);
+    if (mine) s->over = s->memory.left > 0;
+    if (mine) s->memory.left = 0;
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+/* Whichever allocation of a rank fails, from hpml_distribute to the first step, the launch ends with an error. */
+TEST(a_rank_without_memory_is_an_error)
+{
+    for (int shard = 1; shard <= SHARDS; shard++) {
+        char                   text[512];
+        hpml_plan              plan = { .shard = shard };
+        shortage               s = { .call = 0 };
+        const hpml_launch_desc d = { .ranks = 2, .timeout = 20, .plan = &plan, .ctx.threads = 1,
+                                     .place = place_shortage };
+        while (!s.over) {
+            s.call++;
+            const hpml_status status = hpml_launch(&d, lacks_memory, &s, text, sizeof text);
+            if (s.over != (status == HPML_OK)) printf("    shard %d, call %d: %s\n", shard, s.call, text);
+            ENSURE(s.over == (status == HPML_OK));
+        }
+        ENSURE(s.call > 10);
+    }
+}
+
 TEST(a_rank_that_fails_is_named)
 {
     for (int shard = 1; shard <= SHARDS; shard++) {

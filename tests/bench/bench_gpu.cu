@@ -104,7 +104,7 @@ static hpml_ctx *context(hpml_cuda_precision precision, bool own)
 {
     hpml_cuda_desc gpu  = {};
     hpml_ctx_desc  desc = {};
-    gpu.precision = precision, gpu.own_kernels = own;
+    gpu.precision = precision, gpu.own_kernels = own, gpu.tune = true;
     desc.backend = hpml_backend_cuda(), desc.backend_desc = &gpu, desc.seed = 1;
     return hpml_ctx_create(&desc);
 }

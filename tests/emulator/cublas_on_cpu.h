@@ -2,7 +2,10 @@
    by column. A shape that does not fit, an algorithm of another problem, an auxiliary matrix or a vector that is
    missing, memory that is not the device's: each is refused, as the library does, or, where that may pass in silence,
    ends the program. cublas_on_cpu_refuses: epilogues (their bits) that have no algorithm; 1 << 20: one that fails.
-   libraries_on_cpu: what the library may do, and does on some GPU or in some version. */
+   libraries_on_cpu: what the library may do, and does on some GPU or in some version. cublas_on_cpu_proposals: number
+   of algorithms for each product, numbered from 21; all compute the same bits. cublas_on_cpu_us: the time of each, on
+   the clock that tests set (cuda_on_cpu_fault "clock"); -1: refused when it runs; device d has the times from number d
+   on. cublas_on_cpu_fused_us: the time that an epilogue adds. */
 #ifndef CUBLAS_ON_CPU_H
 #define CUBLAS_ON_CPU_H
 
@@ -37,7 +40,7 @@ enum library_mode {
     LIBRARY_TF32 = 2,     /* operands are rounded to 11 bits where tf32 is asked for */
     LIBRARY_GELU = 4,     /* gelu and gelu' by the hardware's tanh, with errors of 2^-11 */
     LIBRARY_BGRADB = 8,   /* no sums for a bias where halves come in and f32 goes out */
-    LIBRARY_NCHW = 16,    /* convolutions in bf16 want more than 64 MiB of workspace */
+    LIBRARY_NCHW = 16,    /* NCHW convolutions on tensor cores want more than 64 MiB of workspace */
     LIBRARY_CAPTURE = 32, /* nothing can be recorded */
     LIBRARY_REFUSE = 64   /* no algorithm for anything */
 };
@@ -114,6 +117,10 @@ struct cublasLtMatmulHeuristicResult_t {
     int                  reserved[4];
 };
 
+inline int       cublas_on_cpu_proposals = 1, cublas_on_cpu_us[8], cublas_on_cpu_fused_us;
+inline size_t    cublas_on_cpu_version = 120000;
+inline long      cublas_on_cpu_used[8];                     /* products, by algorithm */
+inline size_t    cublasLtGetVersion(void) { return cublas_on_cpu_version; }
 inline int       cublas_on_cpu_refuses, cublas_on_cpu_live; /* descriptors that are not destroyed */
 inline long      cublas_on_cpu_ran[1024];                   /* products, by epilogue; [0]: questions for an algorithm */
 inline const char *cublasLtGetStatusName(cublasStatus_t) { return "cublas"; }
@@ -172,11 +179,11 @@ inline cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t d, cub
     return memcpy(fields[a].at, v, bytes), CUBLAS_STATUS_SUCCESS;
 }
 
-inline cublasStatus_t cublasLtMatmulAlgoConfigGetAttribute(const cublasLtMatmulAlgo_t *,
+inline cublasStatus_t cublasLtMatmulAlgoConfigGetAttribute(const cublasLtMatmulAlgo_t *algo,
                                                            cublasLtMatmulAlgoConfigAttributes_t, void *to,
                                                            size_t bytes, size_t *written)
 {
-    int id = 21;
+    int id = 21 + (int)algo->data[1];
     if (bytes != sizeof id) return CUBLAS_STATUS_INVALID_VALUE;
     return memcpy(to, &id, *written = sizeof id), CUBLAS_STATUS_SUCCESS;
 }
@@ -200,7 +207,7 @@ inline uint64_t cublas_problem(const cublas_op &d, const cublas_layout &a,
 }
 
 inline cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t d, cublasLtMatrixLayout_t a,
-    cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t, cublasLtMatmulPreference_t, int,
+    cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t, cublasLtMatmulPreference_t, int most,
     cublasLtMatmulHeuristicResult_t *found, int *count)
 {
     *count = 0, cublas_on_cpu_ran[0]++;
@@ -208,10 +215,13 @@ inline cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtM
     if (library_is(LIBRARY_REFUSE)) return CUBLAS_STATUS_NOT_SUPPORTED;
     if (library_is(LIBRARY_BGRADB) && d->epilogue == CUBLASLT_EPILOGUE_BGRADB && a->type != c->type)
         return CUBLAS_STATUS_NOT_SUPPORTED;
-    found[0].state         = CUBLAS_STATUS_SUCCESS;
-    found[0].workspaceSize = 1 << 20;
-    found[0].algo.data[0] = cublas_problem(*d, *a, *b, *c);
-    return *count = 1, found[0].algo.data[0] ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_INVALID_VALUE;
+    *count = std::min(most, cublas_on_cpu_proposals);
+    for (int i = 0; i < *count; i++) {
+        found[i].state         = CUBLAS_STATUS_SUCCESS;
+        found[i].workspaceSize = 1 << 20;
+        found[i].algo          = { { cublas_problem(*d, *a, *b, *c), (uint64_t)i } };
+    }
+    return found[0].algo.data[0] ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_INVALID_VALUE;
 }
 
 inline cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc, const float *alpha, const void *pa,
@@ -225,6 +235,10 @@ inline cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc
     int64_t       m = c.rows, n = c.cols, k = d.ta ? a.rows : a.cols;
     if ((d.epilogue & cublas_on_cpu_refuses) && cublas_on_cpu_refuses >> 20) return CUBLAS_STATUS_NOT_SUPPORTED;
     emu::call call;
+    int us = cublas_on_cpu_us[(algo->data[1] + (uint64_t)emu::device) % 8];
+    if (us < 0) return CUBLAS_STATUS_NOT_SUPPORTED;
+    if (d.epilogue & ~(1 | 4)) us += cublas_on_cpu_fused_us;
+    if (++cublas_on_cpu_used[algo->data[1] % 8] % 5 == 0) us += 5000; /* now and then a run takes longer */
     if (cublas_problem(d, a, b, c) != algo->data[0] || !algo->data[0] ||
         pc != pd || lc != ld || ((d.epilogue & (4 | 512)) && (uintptr_t)d.line % 16) ||
         !a.holds(pa) || !b.holds(pb) || !c.holds(pd) ||
@@ -233,7 +247,9 @@ inline cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc
         ((d.epilogue & 512) && !emu::memory_holds(d.line, (size_t)n * c.size(), true)))
         fprintf(stderr, "cublasLtMatmul: wrong arguments, epilogue %d\n", (int)d.epilogue), abort();
     cublas_on_cpu_ran[d.epilogue]++;
-    emu::push(emu::stream_of(stream), [=] {
+    auto on = emu::stream_of(stream)->shared_from_this();
+    emu::push(on.get(), [=] {
+        on->clock_us += us;
         for (int64_t i = 0; i < c.batch * m * n; i++) {
             int64_t g = i / (m * n), row = i % m, col = i / m % n;
             int64_t at = g * c.stride + col * c.ld + row, z = col * d.aux_ld + row;

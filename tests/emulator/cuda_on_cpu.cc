@@ -34,8 +34,15 @@ extern "C" void cuda_on_cpu_fault(const char *what, long k)
     else if (strcmp(what, "memory") == 0) e.memory = (size_t)k;
     else if (strcmp(what, "libraries") == 0) libraries_on_cpu = (int)k;
     else if (strcmp(what, "capture") == 0) e.fail_capture = (int)k;
+    else if (strcmp(what, "clock") == 0) e.clock_set = true, e.launch_us = k;
+    else if (strcmp(what, "proposals") == 0) cublas_on_cpu_proposals = (int)k;
+    else if (strncmp(what, "us ", 3) == 0) cublas_on_cpu_us[atoi(what + 3)] = (int)k;
+    else if (strcmp(what, "fused us") == 0) cublas_on_cpu_fused_us = (int)k;
+    else if (strcmp(what, "cublas version") == 0) cublas_on_cpu_version = (size_t)k;
     else {
         cuda_on_cpu_reset(), cublas_on_cpu_refuses = cudnn_on_cpu_refuses = 0;
+        cublas_on_cpu_proposals = 1, cublas_on_cpu_fused_us = 0, cublas_on_cpu_version = 120000;
+        memset(cublas_on_cpu_us, 0, sizeof cublas_on_cpu_us);
         libraries_on_cpu = library_modes(getenv("HPML_LIBRARIES"));
         e.fail_capture   = library_is(LIBRARY_CAPTURE) ? 4 : 0;
     }
@@ -46,6 +53,7 @@ extern "C" long cuda_on_cpu_count(const char *what)
 {
     auto &e = emu::all;
     if (strcmp(what, "libraries") == 0) return libraries_on_cpu;
+    if (strncmp(what, "algorithm ", 10) == 0) return cublas_on_cpu_used[atoi(what + 10) - 21];
     if (strncmp(what, "cublas ", 7) == 0) return cublas_on_cpu_ran[atoi(what + 7)];
     if (strcmp(what, "cublas") == 0) return cublas_on_cpu_live;
     if (strncmp(what, "cudnn ", 6) == 0) return cudnn_on_cpu_ran[atoi(what + 6)];

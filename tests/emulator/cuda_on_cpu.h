@@ -259,6 +259,7 @@ struct stream : std::enable_shared_from_this<stream> {
     std::shared_ptr<bool> held;                     /* true: what it works on does not end */
     graph   *capture = nullptr;
     size_t   captured = 0, joined = 0;
+    long     clock_us = 0;                          /* time of its work, where tests set the clock */
 };
 
 struct event : std::enable_shared_from_this<event> {
@@ -284,6 +285,8 @@ struct state {
                                                        that can be launched, launching it */
     int         devices = 1, major = 9, minor = 0, sms = 132;
     size_t      memory = (size_t)80 << 30;
+    bool        clock_set = false;                  /* events have the time stream::clock_us, not the host's */
+    long        launch_us = 0;                      /* what a kernel's launch adds to that time */
     bool        expecting = false;
     char        caught[512] = "";
 
@@ -294,7 +297,8 @@ struct state {
     /* the block that runs */
     const char *kernel = nullptr;
     const std::function<void()> *body = nullptr;
-    char       *shared = nullptr;
+    char       *shared = nullptr;                   /* dynamic shared memory, and its bytes */
+    size_t      shared_bytes = 0;
     thread     *self = nullptr;                     /* NULL: no kernel runs */
     unsigned    threads = 0, warps = 0, warp_now = 0, ready = 0, live = 0, arrived = 0, votes = 0, verdict = 0;
     thread     *first_arrived = nullptr, *first_exit = nullptr;
@@ -303,6 +307,7 @@ struct state {
     thread      thread_of[max_threads];
     warp        warp_of[max_threads / 32];
     fiber       host, *now = nullptr, *idle = nullptr, *spent = nullptr;
+    void      (*block_begins)(void) = nullptr, (*block_ends)(void) = nullptr, (*thread_ends)(void) = nullptr;
     std::vector<fiber *> fibers;
 
     /* the runtime */
@@ -325,6 +330,7 @@ struct state {
         if (const char *s = getenv("CUDA_ON_CPU_UNORDERED")) unordered = s;
         if (const char *s = getenv("CUDA_ON_CPU_SMS")) sms = atoi(s);
         if (const char *s = getenv("CUDA_ON_CPU_DEVICES")) devices = atoi(s);
+        if (const char *s = getenv("CUDA_ON_CPU_MAJOR")) major = atoi(s);
         streams.push_back(null_stream);
     }
     ~state()
@@ -538,6 +544,7 @@ EMU_FN void thread_exit(void)
     }
     if (!t->copies.empty())
         error("exits with %zu asynchronous copies that it has not waited for", t->copies.size());
+    if (all.thread_ends) all.thread_ends();
     w.live &= ~bit;
     t->op   = "exit";
     t->copies.clear(), t->groups.clear();
@@ -612,6 +619,7 @@ EMU_FN void block_run(void)
         all.warp_of[i].live = all.warp_of[i].ready = full >> (32 - lanes);
         all.warp_of[i].waiting = 0;
     }
+    if (all.block_begins) all.block_begins();
     all.warp_now = choose(all.ready);
     thread *first = pick();
     first->on = fiber_take();
@@ -620,6 +628,7 @@ EMU_FN void block_run(void)
     block_begin();
     fiber_switch(&all.host, first->on);
     all.self = nullptr;
+    if (all.block_ends && !all.ended) all.block_ends();
     if (all.ended) fibers_reset();
     block_end();
 }
@@ -638,10 +647,11 @@ EMU_FN void grid_run(const launch_of &l)
     const uint64_t blocks = (uint64_t)g.x * g.y * g.z;
     void          *shared = nullptr;
     grid_begin();
-    if (posix_memalign(&shared, 128, l.shared)) perror("cuda_on_cpu: shared memory"), abort();
+    if (posix_memalign(&shared, 1024, l.shared)) perror("cuda_on_cpu: shared memory"), abort();
     all.kernel = l.name;
     all.body   = &l.body;
     all.shared = static_cast<char *>(shared);
+    all.shared_bytes = l.shared;
     all.ended  = false;
     all.random = all.order;
     all.threads = b.x * b.y * b.z;
@@ -1268,8 +1278,9 @@ struct call {
     }
 };
 
-EMU_FN double clock_ms(void)
+EMU_FN double clock_ms(const stream *s)
 {
+    if (all.clock_set) return 1e-3 * (double)s->clock_us;
     return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
@@ -1492,7 +1503,8 @@ EMU_FN void launch_push(stream *on, const launch_of &l)
 {
     all.count.launches++;
     bool fault = all.fail_launch && --all.fail_launch == 0;
-    push(on, [l, fault] {
+    push(on, [to = on->shared_from_this(), l, fault] {
+        to->clock_us += all.launch_us;
         if (fault) all.sticky = cudaErrorIllegalAddress;
         else if (all.check && !strstr(all.unordered, l.name)) grid_check(l);
         else grid_run(l);
@@ -1686,7 +1698,7 @@ EMU_FN cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t on = nullptr)
     e->on = s->shared_from_this(), e->capture = s->capture, e->captured = s->captured;
     if (s->capture) return cudaSuccess;
     e->at = s->pushed + 1;
-    emu::push(s, [keep = e->shared_from_this()] { keep->ms = emu::clock_ms(); });
+    emu::push(s, [s, keep = e->shared_from_this()] { keep->ms = emu::clock_ms(s); });
     return cudaSuccess;
 }
 EMU_FN cudaError_t cudaEventSynchronize(cudaEvent_t e)
@@ -1830,7 +1842,7 @@ EMU_FN void cuda_on_cpu_reset(void)
     std::lock_guard<std::recursive_mutex> hold(emu::all.mutex);
     emu::state fresh, &all = emu::all;
     all.order = fresh.order, all.lazy = fresh.lazy, all.check = fresh.check, all.fail_malloc = all.fail_launch = 0;
-    all.fail_capture = 0;
+    all.fail_capture = 0, all.clock_set = false, all.launch_us = 0;
     all.absent = cudaSuccess, all.wrong_image = all.expecting = false, all.major = 9, all.minor = 0;
     all.sms = fresh.sms, all.devices = fresh.devices, all.memory = fresh.memory, all.count = {};
     all.sticky = emu::last = cudaSuccess, all.sticky_seen = false;

@@ -1,8 +1,8 @@
 /* cuDNN's convolutions on a CPU, for tests: the calls that hpml_cuda.cuh makes, after NVIDIA's documentation. Of the
    algorithms it offers only the last is free of faults: the others fail, are not deterministic, want more workspace
    than there is, or compute in another way. A call that does not fit its descriptors, or takes another algorithm or
-   another arithmetic than was offered, ends the program. cudnn_on_cpu_refuses: 1 descriptions, 2 algorithms, 4 fused
-   calls, 8, 16, 32 forward, data, filter. */
+   another arithmetic than was offered, ends the program. Tensors and filter are all NCHW or all NHWC.
+   cudnn_on_cpu_refuses: 1 descriptions, 2 algorithms, 4 fused calls, 8, 16, 32 forward, data, filter. */
 #ifndef CUDNN_ON_CPU_H
 #define CUDNN_ON_CPU_H
 
@@ -11,7 +11,7 @@ enum cudnnStatus_t { CUDNN_STATUS_SUCCESS = 0, CUDNN_STATUS_BAD_PARAM = 2000, CU
                      CUDNN_STATUS_NOT_SUPPORTED_SHAPE = 3002, CUDNN_STATUS_ALLOC_FAILED = 4003 };
 enum cudnnDataType_t { CUDNN_DATA_FLOAT = 0, CUDNN_DATA_HALF = 2, CUDNN_DATA_BFLOAT16 = 9 };
 enum cudnnMathType_t { CUDNN_DEFAULT_MATH = 0, CUDNN_TENSOR_OP_MATH = 1, CUDNN_FMA_MATH = 3 };
-enum cudnnTensorFormat_t { CUDNN_TENSOR_NCHW = 0 };
+enum cudnnTensorFormat_t { CUDNN_TENSOR_NCHW = 0, CUDNN_TENSOR_NHWC = 1 };
 enum cudnnConvolutionMode_t { CUDNN_CONVOLUTION = 0, CUDNN_CROSS_CORRELATION = 1 };
 enum cudnnActivationMode_t { CUDNN_ACTIVATION_RELU = 1, CUDNN_ACTIVATION_IDENTITY = 5 };
 enum cudnnNanPropagation_t { CUDNN_NOT_PROPAGATE_NAN = 0, CUDNN_PROPAGATE_NAN = 1 };
@@ -38,9 +38,13 @@ struct cudnn_thing { /* any descriptor, or a handle */
     cudnnDataType_t type;
     int             n, c, h, w; /* of a tensor; of a filter: out, in of a group, height, width */
     int             pad[2], stride[2], dilation[2], groups, math;
-    bool            set, relu;
+    bool            set, relu, nhwc; /* nhwc: order in memory of a tensor, (n, h, w, c), or of a filter */
     size_t  size() const { return type == CUDNN_DATA_FLOAT ? 4 : 2; }
     int64_t count() const { return (int64_t)n * c * h * w; }
+    int64_t at(int64_t in, int64_t ic, int64_t ih, int64_t iw) const
+    {
+        return nhwc ? ((in * h + ih) * w + iw) * c + ic : ((in * c + ic) * h + ih) * w + iw;
+    }
     bool    holds(const void *p) const /* cuDNN reads 16 bytes at a time */
     {
         return set && reinterpret_cast<uintptr_t>(p) % 16 == 0 && emu::memory_holds(p, (size_t)count() * size(), true);
@@ -90,21 +94,23 @@ CUDNN_THING(ActivationDescriptor, ACTIVATION)
 #undef CUDNN_THING
 
 inline cudnnStatus_t cudnnSetStream(cudnnHandle_t h, cudaStream_t s) { return h->stream = s, CUDNN_STATUS_SUCCESS; }
-inline cudnnStatus_t cudnn_set4(cudnn_thing *t, int kind, cudnnDataType_t type, int n, int c, int h, int w)
+inline cudnnStatus_t cudnn_set4(cudnn_thing *t, int kind, cudnnTensorFormat_t order, cudnnDataType_t type, int n, int c,
+                                int h, int w)
 {
     if (t->kind != kind || n < 1 || c < 1 || h < 1 || w < 1) return CUDNN_STATUS_BAD_PARAM;
-    t->type = type, t->n = n, t->c = c, t->h = h, t->w = w, t->set = true;
+    t->type = type, t->n = n, t->c = c, t->h = h, t->w = w, t->nhwc = order == CUDNN_TENSOR_NHWC, t->set = true;
     return CUDNN_STATUS_SUCCESS;
 }
-inline cudnnStatus_t cudnnSetTensor4dDescriptor(cudnnTensorDescriptor_t t, cudnnTensorFormat_t, cudnnDataType_t type,
-                                                int n, int c, int h, int w)
+inline cudnnStatus_t cudnnSetTensor4dDescriptor(cudnnTensorDescriptor_t t, cudnnTensorFormat_t order,
+                                                cudnnDataType_t type, int n, int c, int h, int w)
 {
-    return cudnn_refused(1) ? CUDNN_STATUS_NOT_SUPPORTED_SHAPE : cudnn_set4(t, cudnn_thing::TENSOR, type, n, c, h, w);
+    if (cudnn_refused(1)) return CUDNN_STATUS_NOT_SUPPORTED_SHAPE;
+    return cudnn_set4(t, cudnn_thing::TENSOR, order, type, n, c, h, w);
 }
-inline cudnnStatus_t cudnnSetFilter4dDescriptor(cudnnFilterDescriptor_t t, cudnnDataType_t type, cudnnTensorFormat_t,
-                                                int k, int c, int h, int w)
+inline cudnnStatus_t cudnnSetFilter4dDescriptor(cudnnFilterDescriptor_t t, cudnnDataType_t type,
+                                                cudnnTensorFormat_t order, int k, int c, int h, int w)
 {
-    return cudnn_set4(t, cudnn_thing::FILTER, type, k, c, h, w);
+    return cudnn_set4(t, cudnn_thing::FILTER, order, type, k, c, h, w);
 }
 inline cudnnStatus_t cudnnSetConvolution2dDescriptor(cudnnConvolutionDescriptor_t t, int ph, int pw,
                                                      int sh, int sw, int dh, int dw, cudnnConvolutionMode_t mode,
@@ -139,14 +145,15 @@ inline bool cudnn_fits(const cudnn_thing *x, const cudnn_thing *w, const cudnn_t
     };
     return x->kind == cudnn_thing::TENSOR && y->kind == cudnn_thing::TENSOR && w->kind == cudnn_thing::FILTER &&
            v->kind == cudnn_thing::CONVOLUTION && x->set && w->set && v->set && y->set && x->type == y->type &&
-           x->type == w->type && x->n == y->n && x->c == w->c * v->groups && y->c == w->n && w->n % v->groups == 0 &&
+           x->type == w->type && x->nhwc == y->nhwc && x->nhwc == w->nhwc && x->n == y->n &&
+           x->c == w->c * v->groups && y->c == w->n && w->n % v->groups == 0 &&
            y->h == out(0, x->h, w->h) && y->w == out(1, x->w, w->w);
 }
 
 /* Bytes of workspace of tensor-core algorithms for NCHW, because the library converts x and y to NHWC. */
-inline size_t cudnn_wants(const cudnn_thing &x, const cudnn_thing &y)
+inline size_t cudnn_wants(const cudnn_thing &x, const cudnn_thing &y, int math)
 {
-    bool turns = library_is(LIBRARY_NCHW) && x.type == CUDNN_DATA_BFLOAT16;
+    bool turns = library_is(LIBRARY_NCHW) && !x.nhwc && math != CUDNN_FMA_MATH;
     return turns ? ((size_t)65 << 20) + (size_t)(x.count() + y.count()) * x.size() : cudnn_on_cpu_wants;
 }
 
@@ -171,7 +178,7 @@ inline size_t cudnn_wants(const cudnn_thing &x, const cudnn_thing &y)
         cudnnMathType_t math = v->math == CUDNN_FMA_MATH ? CUDNN_FMA_MATH : CUDNN_DEFAULT_MATH;                     \
         cudnnMathType_t other = math == CUDNN_FMA_MATH ? CUDNN_TENSOR_OP_MATH : math;                               \
         const algo      good = (algo)1, winograd = CUDNN_CONVOLUTION_##KIND##_ALGO_WINOGRAD_NONFUSED;               \
-        size_t          space = cudnn_wants(*x, *y);                                                                \
+        size_t          space = cudnn_wants(*x, *y, v->math);                                                       \
         found[0] = { (algo)2, CUDNN_STATUS_NOT_SUPPORTED, -1, 0, CUDNN_DETERMINISTIC, math };                       \
         found[1] = { (algo)3, CUDNN_STATUS_SUCCESS, -1, 0, CUDNN_NON_DETERMINISTIC, math };                         \
         found[2] = { good, CUDNN_STATUS_SUCCESS, -1, (size_t)1 << 40, CUDNN_DETERMINISTIC, math };                  \
@@ -195,7 +202,7 @@ inline cudnnStatus_t cudnn_run(int pass, cudnnHandle_t h, cudnn_thing *px, void 
     emu::call   call;
     cudnn_thing X = *px, W = *pw, V = *pv, Y = *py;
     if (h->kind != cudnn_thing::HANDLE || !h->stream || algo != 1 || V.math == CUDNN_TENSOR_OP_MATH ||
-        !cudnn_fits(px, pw, pv, py) || !X.holds(x) || !W.holds(w) || !Y.holds(y) || bytes < cudnn_wants(X, Y) ||
+        !cudnn_fits(px, pw, pv, py) || !X.holds(x) || !W.holds(w) || !Y.holds(y) || bytes < cudnn_wants(X, Y, V.math) ||
         !emu::memory_holds(space, bytes, true) ||
         (bias && !emu::memory_holds(bias, (size_t)Y.c * Y.size(), true)))
         fprintf(stderr, "cudnn: wrong arguments, pass %d\n", pass), abort();
@@ -206,13 +213,14 @@ inline cudnnStatus_t cudnn_run(int pass, cudnnHandle_t h, cudnn_thing *px, void 
         void              *out = pass == 0 ? y : pass == 1 ? x : w;
         std::vector<float> sum((size_t)to.count());
         for (int64_t i = 0; i < Y.count() * W.c * W.h * W.w; i++) {
-            int64_t tap = i % (W.c * W.h * W.w), o = i / (W.c * W.h * W.w), ow = o % Y.w, oh = o / Y.w % Y.h,
-                    c = o / Y.w / Y.h % Y.c;
+            int64_t tap = i % (W.c * W.h * W.w), q = i / (W.c * W.h * W.w), ow = q % Y.w, oh = q / Y.w % Y.h,
+                    c = q / Y.w / Y.h % Y.c, n = q / Y.w / Y.h / Y.c;
             int64_t ih = oh * V.stride[0] - V.pad[0] + tap / W.w % W.h * V.dilation[0];
             int64_t iw = ow * V.stride[1] - V.pad[1] + tap % W.w * V.dilation[1],
                     ic = c / (Y.c / V.groups) * W.c + tap / W.w / W.h;
             if (ih < 0 || ih >= X.h || iw < 0 || iw >= X.w) continue;
-            int64_t at = ((o / Y.w / Y.h / Y.c * X.c + ic) * X.h + ih) * X.w + iw, k = c * W.c * W.h * W.w + tap;
+            int64_t at = X.at(n, ic, ih, iw), k = W.at(c, tap / W.w / W.h, tap / W.w % W.h, tap % W.w);
+            int64_t o = Y.at(n, c, oh, ow);
             auto get = [tf32](const cudnn_thing &t, const void *p, int64_t e) {
                 return library_operand(t.get(p, e), tf32);
             };
@@ -222,7 +230,7 @@ inline cudnnStatus_t cudnn_run(int pass, cudnnHandle_t h, cudnn_thing *px, void 
         }
         for (int64_t i = 0; i < to.count(); i++) {
             float v = alpha * sum[(size_t)i] + (beta != 0 ? beta * to.get(out, i) : 0);
-            if (bias) v += Y.get(bias, i / Y.w / Y.h % Y.c);
+            if (bias) v += Y.get(bias, (Y.nhwc ? i : i / Y.w / Y.h) % Y.c);
             to.put(out, i, relu ? library_relu(v) : v);
         }
     });
