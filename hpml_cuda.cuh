@@ -5347,6 +5347,19 @@ HPMLG_DEVICE bool hpmlg_attn_hidden(const hpmlg_attn &p, int64_t bh, int query, 
     return hpmlg_get(p.mask, (p.mask_queries ? b * p.T + query : b) * p.T + key) == 0;
 }
 
+/* Returns bit j for each of the 2 N columns of this thread, from `column` on, whose number j is hidden from row `row`;
+   KEYS: rows are keys and columns queries, else the reverse. Rolled, because the compiler takes minutes for many copies
+   of hpmlg_attn_hidden. */
+template <bool KEYS, int N> HPMLG_DEVICE unsigned hpmlg_attn_hides(const hpmlg_attn &p, int64_t bh, int row, int column)
+{
+    unsigned bits = 0;
+    HPMLG_ROLLED for (int j = 0; j < 2 * N; j++) {
+        int c = column + j / 2 * 8 + (int)threadIdx.x % 4 * 2 + j % 2;
+        if (hpmlg_attn_hidden(p, bh, KEYS ? c : row, KEYS ? row : c)) bits |= 1u << j;
+    }
+    return bits;
+}
+
 /* Loads `rows` rows of Q, K, V or dO (part) of pair bh, of a sample and a head, from `row` on, into a tile of DP
    columns in shared memory, by a block of `threads` threads; rows beyond T and columns beyond D are zero. Aligned rows
    are copied asynchronously, until hpmlg_copy_wait. */
@@ -5504,19 +5517,18 @@ template <int M, int N, int NO>
 HPMLG_DEVICE void hpmlg_attn_softmax(const hpmlg_attn &p, float (&s)[M][N][4], float (&most)[M][2], float (&sum)[M][2],
                                      float (&o)[M][NO][4], int64_t bh, int row, int key, bool edge)
 {
-    int   g = (int)threadIdx.x % HPMLG_WARP / 4, t = (int)threadIdx.x % 4;
+    int   g = (int)threadIdx.x % HPMLG_WARP / 4;
     float base2 = fabsf(p.scale) * 1.4426950408889634f;
     bool  changed = false;
     float shrink[M][2];
     if (p.scale < 0)
         HPMLG_UNROLL for (int i = 0; i < 4 * M * N; i++) s[i / (4 * N)][i / 4 % N][i % 4] *= -1;
     HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
-        float top = -INFINITY, add = 0;
-        HPMLG_UNROLL for (int j = 0; j < 2 * N; j++) {
-            float &v = s[i / 2][j / 2][i % 2 * 2 + j % 2];
-            if (edge && hpmlg_attn_hidden(p, bh, row + 8 * i + g, key + j / 2 * 8 + 2 * t + j % 2)) v = -INFINITY;
-            top = fmaxf(top, v);
-        }
+        float    top = -INFINITY, add = 0;
+        unsigned hidden = edge ? hpmlg_attn_hides<false, N>(p, bh, row + 8 * i + g, key) : 0;
+        HPMLG_UNROLL for (int j = 0; j < 2 * N && edge; j++)
+            if (hidden >> j & 1) s[i / 2][j / 2][i % 2 * 2 + j % 2] = -INFINITY;
+        HPMLG_UNROLL for (int j = 0; j < 2 * N; j++) top = fmaxf(top, s[i / 2][j / 2][i % 2 * 2 + j % 2]);
         top = fmaxf(top, __shfl_xor_sync(HPMLG_ALL_LANES, top, 1));
         top = fmaxf(top, __shfl_xor_sync(HPMLG_ALL_LANES, top, 2));
         top = fmaxf(most[i / 2][i % 2], top * base2);
@@ -5630,14 +5642,22 @@ HPMLG_DEVICE void hpmlg_attn_dscores(const hpmlg_attn &p, float (&s)[M][N][4], f
     int   g = (int)threadIdx.x % HPMLG_WARP / 4, t = (int)threadIdx.x % 4;
     float base2 = p.scale * 1.4426950408889634f;
     HPMLG_UNROLL for (int j = 0; j < 2 * N; j++) {
-        int   c = j / 2 * 8 + 2 * t + j % 2;
-        float lse = KEYS ? line[c] : 0, delta = KEYS ? line[8 * N + c] : 0;
+        float lse = KEYS ? line[j / 2 * 8 + 2 * t + j % 2] : 0;
         HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
-            int    r = row + 8 * i + g, query = KEYS ? column + c : r, key = KEYS ? r : column + c;
-            float &v = s[i / 2][j / 2][i % 2 * 2 + j % 2], &w = dp[i / 2][j / 2][i % 2 * 2 + j % 2];
-            bool   hidden = edge && hpmlg_attn_hidden(p, bh, query, key);
-            v = hidden ? 0 : hpmlg_exp2(v * base2 - (KEYS ? lse : of_row[i / 2][i % 2][0]));
-            w = v * (w - (KEYS ? delta : of_row[i / 2][i % 2][1]));
+            float &v = s[i / 2][j / 2][i % 2 * 2 + j % 2];
+            v = hpmlg_exp2(v * base2 - (KEYS ? lse : of_row[i / 2][i % 2][0]));
+        }
+    }
+    HPMLG_UNROLL for (int i = 0; i < 2 * M && edge; i++) {
+        unsigned hidden = hpmlg_attn_hides<KEYS, N>(p, bh, row + 8 * i + g, column);
+        HPMLG_UNROLL for (int j = 0; j < 2 * N; j++)
+            if (hidden >> j & 1) s[i / 2][j / 2][i % 2 * 2 + j % 2] = 0;
+    }
+    HPMLG_UNROLL for (int j = 0; j < 2 * N; j++) {
+        float delta = KEYS ? line[8 * N + j / 2 * 8 + 2 * t + j % 2] : 0;
+        HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
+            float &w = dp[i / 2][j / 2][i % 2 * 2 + j % 2];
+            w = s[i / 2][j / 2][i % 2 * 2 + j % 2] * (w - (KEYS ? delta : of_row[i / 2][i % 2][1]));
         }
     }
 }
