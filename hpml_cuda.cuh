@@ -5766,12 +5766,14 @@ HPMLG_FN void hpmlg_attn_launch(hpmlg_device *d, void (*kernel)(hpmlg_attn), con
 template <int type, int DP> HPMLG_FN void hpmlg_attn_run(hpmlg_device *d, const hpmlg_attn *p, bool backward)
 {
     const bool   f32 = type == HPML_DTYPE_F32, large = DP > 128;
-    const int    f32_n = DP > 64 ? 2 : 4;
+    const bool   wide = !f32 && DP > 96; /* registers do not hold the results of 32 queries a warp */
+    const int    f32_n = DP > 64 ? 2 : 4, few = large ? 2 : 4;
     const int    cell = f32 ? 4 : 2;
-    const int    M = large ? 1 : 2;
-    const int    W = large ? 2 : 4;
+    const int    M = large || wide ? 1 : 2;
+    const int    W = wide ? 8 : few;
     const int    N = f32 ? f32_n : 8;
-    const int    BM = !f32 && DP <= 64 ? 2 : 1, BW = large ? 1 : 4, BN = f32 && DP > 64 ? 2 : 4;
+    const int    BM = !f32 && DP <= 64 ? 2 : 1, BW = large ? 1 : 4;
+    const int    BN = (f32 && DP > 64) || (!f32 && DP == 64) ? 2 : 4;
     const size_t shared = (size_t)((16 * M * W + 32 * N) * DP * cell);
     const size_t back = (size_t)((32 * BM * BW + 32 * BN) * DP * cell) + (size_t)(32 * BN) * sizeof(float);
     hpmlg_attn   keys = *p;

@@ -19,7 +19,8 @@ mkdir -p "$folder" && rm -f "$folder"/cuda_body*
     -o "$folder/body.o" >"$folder/ptxas.log" 2>&1 || { tail -n 5 "$folder/ptxas.log"; exit 1; }
 times >"$folder/times" # line 2: of the commands that have ended
 wheel=$(python3 -c 'import nvidia; print(list(nvidia.__path__)[0])' 2>/dev/null)
-for file in "$(command -v cuobjdump)" "${nvcc%/*}/cuobjdump" "$wheel"/cu*/bin/cuobjdump; do
+for file in "$(command -v cuobjdump)" "${nvcc%/*}/cuobjdump" "$wheel"/cu*/bin/cuobjdump \
+    "${wheel%/*}/triton/backends/nvidia/bin/cuobjdump"; do
     [ -x "$file" ] && [ -z "$dump" ] && dump=$file
 done
 : >"$folder/sass.txt"
