@@ -10257,7 +10257,7 @@ HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
     return hpml_ctx_status(d->ctx) == HPML_OK;
 }
 
-/* The trainer's hook `agree`: adds up n numbers over all ranks; an error where a training goes on when ranks are lost.
+/* The trainer's hook `agree`: adds up n numbers over all ranks; fails if training may continue without lost ranks.
    n 0: only returns whether all ranks make the same steps (HPML_OK), or not (HPML_ERR_UNSUPPORTED: servers do not step
    as workers do; or values is not NULL, and ranks may be lost). */
 HPMLC_FN hpml_status hpmlc_dist_agree(void *user, hpml_trainer *t HPMLC_UNUSED, double *values, int64_t n)
@@ -15631,7 +15631,7 @@ HPMLC_FN bool hpmlc_pipeline_parts(hpmlc_pipeline *pl)
 HPMLC_FN int hpmlc_piece_rank(const hpmlc_pipeline *pl, int piece) { return piece % pl->desc.stages; }
 
 /* Sends the tensor of edge i (a tensor that one piece computes and another one reads), from the memory of a slot or
-   from a copy: its values or, if `back`, its gradient. Returns while the message is in flight. */
+   from a copy: its values or, if `back`, its gradient. Waits for the copy's last message, not for this one. */
 HPMLC_FN hpml_status hpmlc_edge_send(hpmlc_pipeline *pl, int slot, int i, bool back)
 {
     hpmlc_edge  *e      = &pl->edge[i];
@@ -18448,7 +18448,7 @@ typedef struct hpmlc_act {
     hpmlc_act_kind   kind;
     int32_t          group;   /* the ranks that communicate: an hpml_axis, or a word HPMLC_GROUP_... */
     int32_t          peer;    /* SEND, RECEIVE: the other rank's position in .group; BROADCAST: the root's; PASSES:
-                                 number of rounds; WAIT: number of the job */
+                                 number of rounds; WAIT: number of the job; MIX: the topology */
     int32_t          tag;
     hpmlc_collective collective;
     hpml_algorithm   algorithm;
@@ -19281,7 +19281,7 @@ HPMLC_FN int64_t *hpmlc_blocks_add(hpmlc_acts *acts, int64_t p)
 }
 
 /* If the codec packs the gradient of layer i whole, adds its exchange to the background's list; if it packs rows, adds
-   their bytes to `block`, of each rank's block. Returns false if the gradient is exchanged unpacked. */
+   the bytes of rank r's rows to block[r]. Returns false if the gradient is exchanged unpacked. */
 HPMLC_FN bool hpmlc_packed_add(const hpmlc_maker *k, int i, int64_t *block)
 {
     const int64_t rows = hpmlc_max(k->f->layer[i].rows, 1), cols = hpmlc_max(hpmlc_layer_part(k, i) / rows, 1);
@@ -19471,8 +19471,8 @@ HPMLC_FN int hpmlc_fetch_add(hpmlc_maker *k, int b, int keep)
     return slot;
 }
 
-/* Gives the gradients of bucket b a slot before the backward pass adds to them: its slot of the micro-batch before, or
-   a free one, or the one whose exchange was posted first; that exchange is awaited. */
+/* Gives the gradients of bucket b, unless they have one, a slot before the backward pass adds to them: their last one,
+   else a free one, else the one whose exchange was posted first. The slot's last exchange is awaited. */
 HPMLC_FN void hpmlc_gradient_slot_add(hpmlc_maker *k, int b)
 {
     int slot = -1;

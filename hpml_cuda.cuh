@@ -5347,9 +5347,9 @@ HPMLG_DEVICE bool hpmlg_attn_hidden(const hpmlg_attn &p, int64_t bh, int query, 
     return hpmlg_get(p.mask, (p.mask_queries ? b * p.T + query : b) * p.T + key) == 0;
 }
 
-/* Returns bit j for each of the 2 N columns of this thread, from `column` on, whose number j is hidden from row `row`;
-   KEYS: rows are keys and columns queries, else the reverse. Rolled, because the compiler takes minutes for many copies
-   of hpmlg_attn_hidden. */
+/* Returns bits: bit j is set if the mask hides the pair of row `row` and the thread's column j of 2 N, counted from
+   `column` on. KEYS: rows are keys and columns queries, else the reverse. Rolled, because the compiler takes minutes
+   for many copies of hpmlg_attn_hidden. */
 template <bool KEYS, int N> HPMLG_DEVICE unsigned hpmlg_attn_hides(const hpmlg_attn &p, int64_t bh, int row, int column)
 {
     unsigned bits = 0;
@@ -6745,8 +6745,8 @@ static __global__ void hpmlg_k_update_rates(hpmlg_param_step *steps, const doubl
     s->u.lr = 1;
 }
 
-/* Returns a half copy of the parameter that contains the weights w (n elements), which the update then writes, too; its
-   `half` is NULL if there is none. Further copies, and copies of weights that only partly overlap w, become stale. */
+/* Returns the bf16 or f16 copy of the parameter in which the n weights at w lie; the update writes it too. Its `half`
+   is NULL if there is none. Further copies, and copies of weights that only partly overlap w, become stale. */
 HPMLG_FN hpmlg_half_copy hpmlg_update_half(hpmlg_device *d, const float *w, int64_t n)
 {
     hpmlg_half_copy copy = {};

@@ -47,8 +47,8 @@ static __device__ void barrier_wait(uint64_t *b, unsigned parity)
                      : "=r"(done) : "r"(shared_at(b)), "r"(parity) : "memory");
 }
 
-/* One thread starts a copy of the map's box from column x, row y on; the bytes count for barrier b. Elements outside of
-   the matrix arrive as 0. */
+/* One thread starts a copy of the map's box from column x, row y on; barrier b counts the bytes as they arrive.
+   Elements outside of the matrix arrive as 0. */
 static __device__ void tma_load(void *to, const CUtensorMap *map, int x, int y, uint64_t *b)
 {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
@@ -100,8 +100,8 @@ static __device__ void wgmma_64x256x16(float (&d)[128], uint64_t a, uint64_t b, 
 
 /* Where a tile lies in shared memory, with the 128-byte swizzle: bits 0-13 are its address, 16-29 and 32-45 two
    distances, all three in units of 16 bytes, bits 62-63 the swizzle (1: 128 bytes). Its rows are 64 numbers.
-   Of a (rows along k): stride leads from 8 rows to the next 8; leading is not used, 16. Of b (rows along n): leading
-   leads from 64 columns to the next 64, stride from 8 rows to the next 8. */
+   Of a (rows along k): stride leads from 8 rows to the next 8; leading is ignored, pass 16. Of b (rows along n):
+   leading leads from 64 columns to the next 64, stride from 8 rows to the next 8. The arguments are in bytes. */
 static inline __device__ uint64_t tile_descriptor(unsigned at, unsigned leading, unsigned stride)
 {
     return at >> 4 | (uint64_t)(leading >> 4) << 16 | (uint64_t)(stride >> 4) << 32 | (uint64_t)1 << 62;
