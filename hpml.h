@@ -3983,8 +3983,8 @@ HPMLI_FN void hpmli_reorder(const hpml_tensor *t, char *to, const char *from, in
             at += rest % t->shape[d] * t->stride[d];
             rest /= t->shape[d];
         }
-        const int64_t to_at = to_shape ? i : at, from_at = to_shape ? at : i;
-        memcpy(to + (size_t)to_at * size, from + (size_t)from_at * size, size);
+        if (to_shape) memcpy(to + (size_t)i * size, from + (size_t)at * size, size);
+        else memcpy(to + (size_t)at * size, from + (size_t)i * size, size);
     }
 }
 
@@ -4161,8 +4161,10 @@ HPMLI_FN bool hpmli_has_op(hpml_ctx *ctx, hpml_op op, const char *path)
     if (HPMLI_HAS(traits)) return true;
     if (traits & HPMLI_NO_IMAGES) option = "HPML_NO_CONVOLUTION";
     if (traits & HPMLI_NO_SEQUENCES) option = "HPML_NO_SEQUENCES";
+    const char *colon = path ? ": " : "";
+    if (!path) path = "";
     return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "%s%sop %s is not in this build: %s is defined; build the program "
-                       "without that option", path ? path : "", path ? ": " : "", hpml_op_name(op), option);
+                       "without that option", path, colon, hpml_op_name(op), option);
 }
 
 /* Returns the number of operations of a pass of n: one for each element of its result; 0 for a backward pass (`back`)

@@ -1998,7 +1998,8 @@ HPMLG_FN void hpmlg_transpose_run(hpmlg_device *d, hpmlg_array to, hpmlg_array f
 /* Runs the permute op, which permutes dimensions; backward it permutes the gradient by the inverse permutation. */
 HPMLG_FN void hpmlg_op_permute(HPMLG_OP_ARGUMENTS)
 {
-    const hpml_tensor *shape = back ? n->src[0] : n->out, *other = back ? n->out : n->src[0];
+    const hpml_tensor *shape = back ? n->src[0] : n->out;
+    const hpml_tensor *other = back ? n->out : n->src[0];
     hpmlg_strides      w = {};
     int64_t            stride[HPML_MAX_DIMS];
     for (int i = 0; i < shape->ndim; i++) {
@@ -2099,9 +2100,11 @@ HPMLG_FN void hpmlg_op_concat(HPMLG_OP_ARGUMENTS)
 HPMLG_FN void hpmlg_reorder_run(hpmlg_device *d, hpmlg_array to, hpmlg_array from, int64_t B, int64_t C, int64_t P,
                                 bool to_nhwc, bool add)
 {
+    const int64_t last = to_nhwc ? C : P; /* dimension of `to` whose elements are adjacent */
+    const int64_t other = to_nhwc ? P : C;
     hpmlg_strides w = {};
-    hpmlg_strides_push(&w, to_nhwc ? C : P, to_nhwc ? P : C, 1);
-    hpmlg_strides_push(&w, to_nhwc ? P : C, 1, w.count);
+    hpmlg_strides_push(&w, last, other, 1);
+    hpmlg_strides_push(&w, other, 1, last);
     hpmlg_strides_push(&w, B, C * P, C * P);
     hpmlg_transpose_run(d, to, from, w, add);
 }
@@ -5355,7 +5358,9 @@ template <bool KEYS, int N> HPMLG_DEVICE unsigned hpmlg_attn_hides(const hpmlg_a
     unsigned bits = 0;
     HPMLG_ROLLED for (int j = 0; j < 2 * N; j++) {
         int c = column + j / 2 * 8 + (int)threadIdx.x % 4 * 2 + j % 2;
-        if (hpmlg_attn_hidden(p, bh, KEYS ? c : row, KEYS ? row : c)) bits |= 1u << j;
+        int query = KEYS ? c : row;
+        int key = KEYS ? row : c;
+        if (hpmlg_attn_hidden(p, bh, query, key)) bits |= 1u << j;
     }
     return bits;
 }
@@ -5767,12 +5772,14 @@ template <int type, int DP> HPMLG_FN void hpmlg_attn_run(hpmlg_device *d, const 
 {
     const bool   f32 = type == HPML_DTYPE_F32, large = DP > 128;
     const bool   wide = !f32 && DP > 96; /* registers do not hold the results of 32 queries a warp */
-    const int    f32_n = DP > 64 ? 2 : 4, few = large ? 2 : 4;
+    const int    f32_n = DP > 64 ? 2 : 4;
+    const int    few = large ? 2 : 4;
     const int    cell = f32 ? 4 : 2;
     const int    M = large || wide ? 1 : 2;
     const int    W = wide ? 8 : few;
     const int    N = f32 ? f32_n : 8;
-    const int    BM = !f32 && DP <= 64 ? 2 : 1, BW = large ? 1 : 4;
+    const int    BM = !f32 && DP <= 64 ? 2 : 1;
+    const int    BW = large ? 1 : 4;
     const int    BN = (f32 && DP > 64) || (!f32 && DP == 64) ? 2 : 4;
     const size_t shared = (size_t)((16 * M * W + 32 * N) * DP * cell);
     const size_t back = (size_t)((32 * BM * BW + 32 * BN) * DP * cell) + (size_t)(32 * BN) * sizeof(float);

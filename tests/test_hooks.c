@@ -63,8 +63,9 @@ TEST(values_gradients_and_states_are_arrays_of_one_layout)
         }
         for (int k = 0; k < 4; k++) ENSURE(floats[k] == at);
         ENSURE(!hpml_trainer_array(t, (hpml_array)(HPML_ARRAY_STATE + 2), &floats[0]) && floats[0] == 0);
+        const int32_t numbers[3] = { -2, INT32_MIN + 1, INT32_MAX };
         for (int k = 0; k < 3; k++) {
-            const hpml_array none = (hpml_array)(k == 0 ? -2 : k == 1 ? INT32_MIN + 1 : INT32_MAX);
+            const hpml_array none = (hpml_array)numbers[k];
             ENSURE(!hpml_trainer_array(t, none, &floats[0]) && !hpml_trainer_part(t, 0, none));
         }
         ENSURE(hpml_trainer_part(t, 0, HPML_ARRAY_STATE) == mean);

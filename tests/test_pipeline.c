@@ -885,7 +885,7 @@ static void *wiped_alloc(size_t bytes, size_t align, void *user)
 {
     void *p = NULL;
     __atomic_add_fetch(&((failing *)user)->blocks, 1, __ATOMIC_ACQ_REL);
-    return posix_memalign(&p, align < sizeof p ? sizeof p : align, bytes > 0 ? bytes : 1) == 0 ? p : NULL;
+    return posix_memalign(&p, align, bytes) == 0 ? p : NULL;
 }
 static void wiped_free(void *p, size_t bytes, void *user)
 {

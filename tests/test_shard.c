@@ -737,7 +737,7 @@ static void *scarce_alloc(size_t bytes, size_t align, void *user)
     scarce *s = (scarce *)user;
     void   *p = NULL;
     if (s->left > 0 && --s->left == 0) return NULL;
-    return posix_memalign(&p, align < sizeof p ? sizeof p : align, bytes > 0 ? bytes : 1) == 0 ? p : NULL;
+    return posix_memalign(&p, align, bytes) == 0 ? p : NULL;
 }
 static void scarce_free(void *p, size_t bytes, void *user)
 {

@@ -41,8 +41,10 @@ static void wait_with_mistakes(uint64_t *b, unsigned parity)
 }
 static void expect_with_mistakes(uint64_t *b, unsigned bytes)
 {
-    unsigned less = planted == EXPECTS_A_BYTE_LESS ? 1 : planted == EXPECTS_A_BOX_LESS ? 64 * 64 * 2 : 0;
-    barrier_expect(b, bytes - less + (planted == EXPECTS_A_BYTE_MORE));
+    if (planted == EXPECTS_A_BYTE_LESS) bytes -= 1;
+    if (planted == EXPECTS_A_BOX_LESS) bytes -= 64 * 64 * 2;
+    if (planted == EXPECTS_A_BYTE_MORE) bytes += 1;
+    barrier_expect(b, bytes);
 }
 static void arrive_with_mistakes(uint64_t *b)
 {
