@@ -1652,10 +1652,10 @@ HPML_API int hpml_roofline_text(const hpml_model_facts *facts, const hpml_machin
 /* Searches for the most samples a second. Tried are plans that differ from .base in the fields pipe, tensor, schedule,
    micro, shard, algorithm and codec, where .base has 0; data is what the other axes leave. If at most .exhaustive plans
    are legal, all are forecast; else a Metropolis walk takes the next legal value of one field at a time, and begins
-   again at the best plan when it has not found a better one for a while. These forecasts are of one step (with servers
-   and hogwild of as many as hpml_forecast plays), play equal replicas once on any number of ranks, and begin where a
-   plan differs from one of the last plans: the same bits as a whole forecast. In the end, the plans found are forecast
-   for as many steps as by hpml_forecast. */
+   again at the best plan when it has not found a better one for a while. These forecasts are of one step (with servers,
+   hogwild, delayed and schedules stash and vertical of as many as hpml_forecast plays), play equal replicas once on any
+   number of ranks, and begin where a plan differs from one of the last plans: the same bits as a whole forecast. In the
+   end, the plans found are forecast for as many steps as by hpml_forecast. */
 typedef struct hpml_search_desc {
     uint32_t  _begin;
     hpml_plan base;       /* set fields stay */
@@ -18550,6 +18550,7 @@ HPMLC_FN int hpmlc_actor_of(const hpmlc_play *y, int a, hpmlc_list list)
     return a / y->net.streams * y->net.streams + y->net.streams - HPMLC_LISTS + (int)list;
 }
 
+HPMLC_FN int  hpmlc_index_of(const hpmlc_play *y, int a) { return a / y->net.streams; } /* of the played rank */
 HPMLC_FN bool hpmlc_is_own(const hpmlc_play *y, int a) { return a == hpmlc_actor_of(y, a, HPMLC_OWN); }
 HPMLC_FN hpmlc_actor *hpmlc_own_of(const hpmlc_play *y, int r) { return &y->actor[(r + 1) * y->net.streams - 1]; }
 
@@ -18761,6 +18762,8 @@ struct hpmlc_pace {  /* how far a rank is */
     double  term[HPML_TERM_COUNT], link[2]; /* those of its actor, from .since to .until */
 };
 
+HPMLC_FN hpmlc_pace *hpmlc_pace_of(const hpmlc_play *y, int a) { return &y->pace[hpmlc_index_of(y, a)]; }
+
 /* Returns the workers as the server of rank `server` knows them. */
 HPMLC_FN hpmlc_asker *hpmlc_askers(const hpmlc_play *y, int server) /* (workers) */
 {
@@ -18791,7 +18794,7 @@ HPMLC_FN void hpmlc_pace_ears(hpmlc_play *y) /* sets net.heard to the first arri
 
 HPMLC_FN void hpmlc_play_letter(hpmlc_sim *s, int a, int i) /* letter i was kept for server a, which listens */
 {
-    hpmlc_pace *p = &hpmlc_play_of(s)->pace[a / 2];
+    hpmlc_pace *p = hpmlc_pace_of(hpmlc_play_of(s), a);
     if (s->letter[i].tag != 0) return;
     p->heard = fmin(p->heard, s->letter[i].arrival);
     s->heard = fmin(s->heard, p->heard);
@@ -18810,7 +18813,7 @@ HPMLC_FN void hpmlc_play_hear(hpmlc_sim *s)
     hpmlc_play *y = hpmlc_play_of(s);
     int         r = y->workers, from = s->p;
     while (y->pace[r].heard > s->heard) r++;
-    const int a = 2 * r + 1;
+    const int a = (int)(hpmlc_own_of(y, r) - y->actor);
     for (int i = s->rank[a].first; i >= 0; i = s->letter[i].next)
         if (s->letter[i].tag == 0 && s->letter[i].arrival <= s->heard && s->letter[i].from < from)
             from = s->letter[i].from;
@@ -18818,8 +18821,8 @@ HPMLC_FN void hpmlc_play_hear(hpmlc_sim *s)
     s->rank[a].tag   = 0;
     y->pace[r].heard = 1e300;
     hpmlc_sim_take(s, a, from);
-    y->actor[a].partner = from / 2;
-    hpmlc_askers(y, r)[from / 2].asks = true;
+    y->actor[a].partner = hpmlc_index_of(y, from);
+    hpmlc_askers(y, r)[y->actor[a].partner].asks = true;
     hpmlc_actor_next(y, a);
     hpmlc_sim_advance(s, a, false);
     hpmlc_pace_ears(y);
@@ -18828,11 +18831,11 @@ HPMLC_FN void hpmlc_play_hear(hpmlc_sim *s)
 /* Sets the move of server a: it receives the next gradient of act TAKE. False: none is left; then makes the step. */
 HPMLC_FN bool hpmlc_take_move(hpmlc_play *y, int a, const hpmlc_act *act)
 {
-    hpmlc_pace  *p = &y->pace[a / 2];
-    hpmlc_asker *all = hpmlc_askers(y, a / 2);
+    hpmlc_pace  *p = hpmlc_pace_of(y, a);
+    hpmlc_asker *all = hpmlc_askers(y, hpmlc_index_of(y, a));
     const int    one = y->actor[a].partner;
     if (!y->actor[a].begun) {
-        const bool late = y->actor[2 * one + 1].step < p->round;
+        const bool late = hpmlc_own_of(y, one)->step < p->round;
         p->ready += !late;
         p->makes = !late && p->ready >= act->peer;
         p->begin = late || act->peer == 0 ? one : 0;
@@ -18847,7 +18850,7 @@ HPMLC_FN bool hpmlc_take_move(hpmlc_play *y, int a, const hpmlc_act *act)
         if (!w->asks) continue;
         w->asks  = false;
         w->taken = true;
-        w->clock = (int32_t)hpmlc_max(y->actor[2 * p->at + 1].step + 1, p->round);
+        w->clock = (int32_t)hpmlc_max(hpmlc_own_of(y, p->at)->step + 1, p->round);
         hpmlc_play_set(y, a, act->group, -1, p->at, act->n, 1);
         if (act->n > 0) return true;
     }
@@ -18860,8 +18863,8 @@ HPMLC_FN bool hpmlc_take_move(hpmlc_play *y, int a, const hpmlc_act *act)
 /* Sets the move of server a: it sends the next message of act ANSWER. False: no worker is left that it may answer. */
 HPMLC_FN bool hpmlc_answer_move(hpmlc_play *y, int a, const hpmlc_act *act)
 {
-    hpmlc_pace  *p = &y->pace[a / 2];
-    hpmlc_asker *all = hpmlc_askers(y, a / 2);
+    hpmlc_pace  *p = hpmlc_pace_of(y, a);
+    hpmlc_asker *all = hpmlc_askers(y, hpmlc_index_of(y, a));
     const int    tag = act->n > 0 ? y->net.rank[a].round % 2 : 0;
     if (!y->actor[a].begun && act->peer < INT32_MAX) { /* other workers may have waited for this one */
         p->begin   = 0;
@@ -18884,10 +18887,10 @@ HPMLC_FN bool hpmlc_answer_move(hpmlc_play *y, int a, const hpmlc_act *act)
 HPMLC_FN void hpmlc_pace_end(hpmlc_play *y, int a)
 {
     hpmlc_actor *actor = &y->actor[a];
-    hpmlc_pace  *p = &y->pace[a / 2];
+    hpmlc_pace  *p = hpmlc_pace_of(y, a);
     const double now = y->net.clock[a];
     int64_t      next = y->workers < y->ranks ? INT32_MAX : 0;
-    for (int r = y->workers; r < y->ranks; r++) next = hpmlc_min(next, hpmlc_askers(y, r)[a / 2].clock);
+    for (int r = y->workers; r < y->ranks; r++) next = hpmlc_min(next, hpmlc_askers(y, r)[hpmlc_index_of(y, a)].clock);
     next = hpmlc_max(next, actor->step + 1);
     for (int i = actor->step; i < next && i < y->steps; i++) y->ends[i] = fmax(y->ends[i], now);
     hpmlc_actor_next(y, a);
@@ -18921,7 +18924,7 @@ HPMLC_FN int64_t hpmlc_pace_read(const hpmlc_play *y, hpml_prediction *out)
     int        rated = 0;
     for (int r = 0; r < workers; r++) {
         const hpmlc_pace *p = &y->pace[r];
-        steps += y->actor[2 * r + 1].step;
+        steps += hpmlc_own_of(y, r)->step;
         if (p->until <= p->since) continue;
         rate += (p->last - p->first) / (p->until - p->since);
         rated++;
@@ -19040,7 +19043,7 @@ HPMLC_FN const hpmlc_act *hpmlc_actor_act(hpmlc_play *y, int a)
 {
     hpmlc_actor *actor = &y->actor[a];
     bool goes_on = actor->step < y->steps;
-    if (y->paced) goes_on = y->workers < y->ranks ? y->going : y->pace[a / 2].done < y->steps;
+    if (y->paced) goes_on = y->workers < y->ranks ? y->going : hpmlc_pace_of(y, a)->done < y->steps;
     if (hpmlc_is_own(y, a)) return goes_on ? &actor->acts->item[actor->at] : NULL;
     actor->idle = actor->jobs >= actor->posted;
     if (actor->idle || actor->acts->count == 0) return NULL;
@@ -19052,7 +19055,7 @@ HPMLC_FN const hpmlc_act *hpmlc_actor_act(hpmlc_play *y, int a)
 /* Returns whether the client of act `act` of own thread a is drawn: see hpmlc_act.drawn. */
 HPMLC_FN bool hpmlc_act_is_drawn(const hpmlc_play *y, int a, const hpmlc_act *act)
 {
-    const int     client = a / 2 < y->workers ? a / 2 : act->peer;
+    const int     index = hpmlc_index_of(y, a), client = index < y->workers ? index : act->peer;
     const int64_t round  = (int64_t)y->actor[a].step + act->ahead;
     return hpml_permute_index(y->seed, (uint64_t)round, y->workers, client) < act->drawn;
 }
@@ -19293,10 +19296,9 @@ HPMLC_FN bool hpmlc_packed_add(const hpmlc_maker *k, int i, int64_t *block)
     x.whole   = hpmlc_whole_codec(&x.d.codec);
     it.g.rows = rows;
     it.g.cols = cols;
-    if (!hpmlc_plan_packs(k->p)) return false;
-    if (x.whole ? hpmlc_whole_is_plain(&x, &it) :
-        hpml_packing_init(&it.packing, &x.d.codec, rows, cols) != HPML_OK || it.packing.codec->linear)
-        return false;
+    if (!hpmlc_plan_packs(k->p) || (x.whole && hpmlc_whole_is_plain(&x, &it))) return false;
+    if (!x.whole && hpml_packing_init(&it.packing, &x.d.codec, rows, cols) != HPML_OK) return false;
+    if (!x.whole && it.packing.codec->linear) return false;
     for (int r = 0; r < p && !x.whole; r++) block[r] += (int64_t)hpmlc_stripe_size(&it, p, r);
     if (x.whole && x.whole->kind == HPML_CODEC_TOPK)
         hpmlc_collect_add(k, acts, group, HPMLC_ALLGATHER, 8 * hpmlc_topk_count(&x, &it) * p, 1, HPML_TERM_DATA);

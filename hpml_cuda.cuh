@@ -2173,14 +2173,16 @@ HPMLG_FN size_t hpmlg_reordered_bytes(const hpml_tensor *t)
     return ((size_t)hpml_tensor_count(t) * 2 + 255) / 256 * 256;
 }
 
-/* Chooses the order of the result of n in memory, and adds the copies of sources in another order to n's scratch. */
-HPMLG_FN void hpmlg_order_plan(const hpmlg_device *d, hpml_node *n)
+/* Chooses the order of the result of n in memory. Returns the bytes of the copies of sources in another order. */
+HPMLG_FN size_t hpmlg_order_plan(const hpmlg_device *d, hpml_node *n)
 {
+    size_t bytes = 0;
     bool nhwc = d->nhwc && (hpmlg_is_conv(n) || hpmlg_keeps_nhwc(n));
     if (nhwc && n->out->ndim == 4 && !hpmlg_has_any_order(n->out)) hpmlg_set_order(n->out, true);
     for (int s = 0; d->nhwc && s < n->src_count; s++)
         if (hpmlg_reads_reordered(d, n, s))
-            n->scratch_bytes += hpmlg_reordered_bytes(n->src[s]) * (n->src[s]->needs_grad ? 2 : 1);
+            bytes += hpmlg_reordered_bytes(n->src[s]) * (n->src[s]->needs_grad ? 2 : 1);
+    return bytes;
 }
 
 /* Runs n by its function op; sources that n reads in another order are first copied to the beginning of n's scratch
@@ -7791,6 +7793,7 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
 {
     hpmlg_device     *d      = (hpmlg_device *)device;
     int64_t           cols   = hpmlg_last_dim(n->out);
+    size_t            copies = hpmlg_order_plan(d, n);
     hpml_node        *before = d->planned;
     hpmlg_lstm        lstm   = {};
     hpmlg_gru         gru    = {};
@@ -7802,10 +7805,7 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
         n->scratch_bytes = (size_t)hpmlg_norm_parts(d, hpml_tensor_count(n->out) / cols, cols) * (size_t)(2 * cols) *
                            sizeof(float);
         break;
-    case HPML_OP_BATCHNORM:
-        hpmlg_order_plan(d, n);
-        n->scratch_bytes = hpmlg_bn_scratch(d, n);
-        break;
+    case HPML_OP_BATCHNORM: n->scratch_bytes = hpmlg_bn_scratch(d, n); break;
     case HPML_OP_ATTENTION: n->scratch_bytes = n->saved_bytes; break;
     case HPML_OP_MAP: n->scratch_bytes = (size_t)hpml_tensor_count(n->out) * sizeof(float); break;
     case HPML_OP_EMBEDDING: n->scratch_bytes = hpmlg_embedding_layout(n, &buckets); break;
@@ -7828,7 +7828,7 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
         break;
     default: break;
     }
-    hpmlg_order_plan(d, n);
+    n->scratch_bytes += copies;
 }
 
 /* Makes the device current and reads its properties; an error says why the device cannot be used. */
