@@ -9,7 +9,7 @@
 found=$(cat build/nvcc.found)
 [ -n "$found" ] || { echo "SKIP: nvcc was not found"; exit 77; }
 arch=${CUDA_ARCH:-sm_90} folder=$1
-nvcc=${found%% *} options= fast= dump=
+nvcc=${found%% *} options= fast= has_code=
 for word in $found; do
     case $word in -D* | -isystem=* | -ccbin=*) options="$options $word" ;; esac
 done
@@ -18,14 +18,8 @@ mkdir -p "$folder" && rm -f "$folder"/cuda_body*
 "$nvcc" -std=c++17 -arch="$arch" -O2 $fast $options -Xptxas -v --keep --keep-dir "$folder" -c tests/cuda_body.cu \
     -o "$folder/body.o" >"$folder/ptxas.log" 2>&1 || { tail -n 5 "$folder/ptxas.log"; exit 1; }
 times >"$folder/times" # line 2: of the commands that have ended
-wheel=$(python3 -c 'import nvidia; print(list(nvidia.__path__)[0])' 2>/dev/null)
-for file in "$(command -v cuobjdump)" "${nvcc%/*}/cuobjdump" "$wheel"/cu*/bin/cuobjdump \
-    "${wheel%/*}/triton/backends/nvidia/bin/cuobjdump"; do
-    [ -x "$file" ] && [ -z "$dump" ] && dump=$file
-done
-: >"$folder/sass.txt"
-[ -z "$dump" ] || PATH="${dump%/*}:$PATH" "$dump" -sass "$folder/body.o" >"$folder/sass.txt" 2>&1
-awk -v has_code="${dump:+1}" '
+sh "${0%/*}/sass.sh" "$folder/body.o" >"$folder/sass.txt" 2>&1 && has_code=1
+awk -v has_code="$has_code" '
     function hex(s,    i, n) {
         for (i = 1; i <= length(s); i++) n = 16 * n + index("0123456789abcdef", substr(s, i, 1)) - 1
         return n + 0

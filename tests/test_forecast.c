@@ -565,10 +565,6 @@ TEST(one_very_slow_worker)
     }
 }
 
-/* Equal ranks are played once: the same clocks as when all ranks are played, but for blocks that are not equal. What is
-   assumed of the sum of losses on more than 64 ranks costs less than 1 %, of small shards and pipelines 5 %. Where axis
-   tensor, a pipeline and axis data share the network cards of nodes, `ties`, messages of several collectives come to a
-   card at the same time, and which is first depends on the rank; played once, the clocks are within a tenth. */
 /* The first update of delayed comes a step late, so that later steps take longer or shorter than the second one. */
 TEST(a_delayed_step_is_one_of_a_long_training)
 {
@@ -625,6 +621,10 @@ TEST(blocks_of_different_sizes_where_one_rank_is_played_for_all)
     }
 }
 
+/* Equal ranks are played once: the same clocks as when all ranks are played, but for blocks that are not equal. What is
+   assumed of the sum of losses on more than 64 ranks costs less than 1 %, of small shards and pipelines 5 %. Where axis
+   tensor, a pipeline and axis data share the network cards of nodes, `ties`, messages of several collectives come to a
+   card at the same time, and which is first depends on the rank; played once, the clocks are within a tenth. */
 TEST(equal_ranks_are_played_once)
 {
     static const struct { const char *plan; int ranks, per_node, played; double losses; bool ties; } cases[] = {
