@@ -1512,14 +1512,14 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
    that grows with the square of the workers: 1,024 some seconds.
 
    Exact on up to 64 ranks: strategy sync, any data x pipe x tensor x sequence x expert, all schedules (of stash and
-   vertical the steady steps), shard 0 to 3 (3 with experts within 5 %, because two gathers of a rank may begin at the
-   same time), delayed, codecs (no time to pack); exact sums; factors of layers without bias; all other strategies, over
-   the steps that are counted (of gossip with random pairs one step). Left out: network.jitter; the two small messages
-   by which hpml_trainer_fit asks for each batch of async; rows of sparse tables. Layers with several parameters differ
-   where a bucket ends between two of them, and with a codec. On more ranks losses are taken to be added up in
-   log2(ranks) rounds (within 1 %, small shards and pipelines 5 %), and all blocks of a codec to be as large as the
-   largest one (with few rows a rank up to 30 % too fast). Refused with HPML_ERR_UNSUPPORTED: hogwild on several nodes;
-   exact sums and factors with servers, a codec or other axes than data; shard with schedules stash and vertical. */
+   vertical the steady steps), shard 0 to 3, delayed, codecs (no time to pack); exact sums; factors of layers without
+   bias; all other strategies, over the steps that are counted (of gossip with random pairs one step). Left out:
+   network.jitter; the two small messages by which hpml_trainer_fit asks for each batch of async; rows of sparse tables.
+   Layers with several parameters differ where a bucket ends between two of them, and with a codec. On more ranks losses
+   are taken to be added up in log2(ranks) rounds (within 1 %, small shards and pipelines 5 %), and all blocks of a
+   codec to be as large as the largest one (with few rows a rank up to 30 % too fast). Refused with
+   HPML_ERR_UNSUPPORTED: hogwild on several nodes; exact sums and factors with servers, a codec or other axes than data;
+   shard with schedules stash and vertical. */
 
 /* How the nodes of a machine are joined. The farther apart nodes are (hpml_fabric.hops), the more routers add to the
    latency of messages, and the more messages share a link, which lowers the bandwidth of each node. */
@@ -17483,7 +17483,8 @@ typedef struct hpmlc_sim_letter { /* a message that has been sent to a rank whic
 
 typedef struct hpmlc_sim_rank { /* a simulated rank: its current round (move) and messages that came too early */
     int     phase, round;
-    int     to, from;    /* to which rank the current move sends, from which it receives; -1: none */
+    int     to, from;    /* to which rank the current move sends, from which it receives; -1: none; .to HPMLC_SIM_TURN:
+                            sends nothing, but goes on only when it would be its turn to send */
     int64_t bytes;       /* bytes sent by the current move */
     int     tag;         /* of the current move: it receives only messages whose sender's move has this tag */
     bool    far, far_from; /* only in programs (>>play): whether `to`, `from` is on another node */
@@ -17492,7 +17493,7 @@ typedef struct hpmlc_sim_rank { /* a simulated rank: its current round (move) an
     int     next;        /* the rank after this one in the same run (hpmlc_sim_push), -1: none */
 } hpmlc_sim_rank;
 
-enum { HPMLC_SIM_ANY = -2 };
+enum { HPMLC_SIM_ANY = -2, HPMLC_SIM_TURN = -3 };
 typedef enum hpmlc_sim_kind { HPMLC_SIM_ALLREDUCE, HPMLC_SIM_ALL_TO_ALL, HPMLC_SIM_ALLGATHER } hpmlc_sim_kind;
 
 typedef struct hpmlc_sim hpmlc_sim;
@@ -17778,7 +17779,7 @@ HPMLC_FN void hpmlc_sim_advance(hpmlc_sim *s, int r, bool sent)
 {
     hpmlc_sim_rank *q = &s->rank[r];
     for (; sent || hpmlc_sim_move(s, r); q->round++, sent = false) {
-        if (q->to >= 0 && !sent) {
+        if (q->to != -1 && !sent) {
             hpmlc_sim_push(s, r);
             return;
         }
@@ -17807,6 +17808,10 @@ HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
     while ((s->runs > 0 || s->heard < 1e300) && !s->failed) {
         if (s->heard < 1e300 && (s->runs == 0 || s->heard < s->heap[0].time)) {
             s->hear(s);
+            continue;
+        }
+        if (s->rank[s->heap[0].rank].to == HPMLC_SIM_TURN) {
+            hpmlc_sim_advance(s, hpmlc_sim_pop(s), true);
             continue;
         }
         if (s->mark) s->mark(s);
@@ -18492,6 +18497,7 @@ typedef struct hpmlc_actor {
     int               at, step;     /* indices of the current act in .acts, and of the own thread's current step */
     bool              begun;        /* true: the collective of the current act has begun */
     bool              idle;         /* true: waits, own thread for a job's end, background for a job */
+    double            turn;         /* own thread: its clock when it last took a turn to post jobs (hpmlc_turn_move) */
     int64_t           posted, jobs; /* background: number of jobs that are posted; that have ended */
     int32_t           rank;         /* to which the actor belongs */
     int32_t           partner;      /* MIX by random pairs: the rank's partner in this step; server: whom it serves */
@@ -19025,6 +19031,18 @@ HPMLC_FN void hpmlc_act_end(hpmlc_play *y, int a)
     if (y->actor[own].idle) hpmlc_sim_advance(&y->net, own, false);
 }
 
+/* Before own thread a posts a job: true if the thread's clock has changed since its last turn, so that its current move
+   is to wait for its turn. Without it a job of one background could begin before a message that the rank's other
+   background sends at the same time; so where there is one background no turn is taken. */
+HPMLC_FN bool hpmlc_turn_move(hpmlc_play *y, int a)
+{
+    if (y->net.streams < HPMLC_LISTS || y->actor[a].turn >= y->net.clock[a]) return false;
+    y->actor[a].turn    = y->net.clock[a];
+    y->net.rank[a].to   = HPMLC_SIM_TURN;
+    y->net.rank[a].from = -1;
+    return true;
+}
+
 /* Act POST of own thread a: posts the next job of the background act->by, which goes on if it was idle. */
 HPMLC_FN void hpmlc_act_post(hpmlc_play *y, int a, const hpmlc_act *act)
 {
@@ -19095,7 +19113,10 @@ HPMLC_FN bool hpmlc_play_move(hpmlc_sim *s, int a)
             if (hpmlc_collect_move(y, a, act)) return true;
             hpmlc_actor_next(y, a);
             break;
-        case HPMLC_ACT_POST: hpmlc_act_post(y, a, act); break;
+        case HPMLC_ACT_POST:
+            if (hpmlc_turn_move(y, a)) return true;
+            hpmlc_act_post(y, a, act);
+            break;
         case HPMLC_ACT_WAIT:
             if (!hpmlc_job_over(y, a, act)) return false;
             hpmlc_actor_next(y, a);

@@ -317,7 +317,9 @@ TEST(forecasts_of_ring_attention_and_experts_equal_trainings_in_virtual_time)
         { "expert=2,no_overlap=1", 4, 1 }, { "expert=2,shard=2,no_overlap=1", 4, 1 },
         { "expert=2,shard=3,no_overlap=1", 8, 2 }, { "expert=4,shard=3", 8, 2 },
         { "expert=2,shard=1", 2, 1 }, { "expert=2,shard=1", 4, 2 }, { "sequence=2,expert=2,shard=2", 8, 1 },
-        { "expert=2,shard=3", 8, 2 },
+        { "expert=2,shard=3", 8, 2 }, { "expert=2,shard=3,bucket_bytes=9000", 4, 1 },
+        { "expert=2,shard=3,bucket_bytes=9000", 8, 2 }, { "expert=4,shard=3,bucket_bytes=5000", 8, 1 },
+        { "sequence=2,expert=2,shard=3,bucket_bytes=5000", 8, 2 },
     };
     bool all = true;
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
