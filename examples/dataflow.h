@@ -94,6 +94,7 @@ typedef struct flow {
     hpml_ctx      *ctx;
     int            rank, ranks;
     bool           fuse;          /* set it before a run: maps that follow each other become one */
+    double       (*seconds)(const struct flow *f, const flow_node *n); /* a node's virtual time; NULL: all take none */
     flow_node      node[FLOW_NODES];
     int            made, count;   /* nodes recorded; with those of the plan */
     int            pairs;         /* send and receive pairs in the plan, of all ranks */
@@ -170,7 +171,7 @@ static int flow_source(flow *f, flow_kind kind, const char *name, int rank, int 
     return id;
 }
 
-static int flow_constant(flow *f, const char *name, int rank, float x)
+static inline int flow_constant(flow *f, const char *name, int rank, float x)
 {
     return flow_source(f, FLOW_CONSTANT, name, rank, 1, 1, &x);
 }
@@ -213,7 +214,7 @@ static int flow_sum(flow *f, const char *name, int rank, int a)
 }
 
 /* variable += a, on the variable's rank; the node's value is the variable's new one. */
-static int flow_assign_add(flow *f, const char *name, int variable, int a)
+static inline int flow_assign_add(flow *f, const char *name, int variable, int a)
 {
     if (variable < 0 || a < 0) return FLOW_FAILED;
     const int id = flow_pair(f, FLOW_ASSIGN_ADD, name, f->node[variable].rank, a, variable);
@@ -223,14 +224,14 @@ static int flow_assign_add(flow *f, const char *name, int variable, int a)
     return id;
 }
 
-static int flow_gate(flow *f, const char *name, int rank, int a, int condition, int want)
+static inline int flow_gate(flow *f, const char *name, int rank, int a, int condition, int want)
 {
     const int id = flow_record(f, FLOW_GATE, name, rank, a, condition);
     if (id >= 0) f->node[id].want = want;
     return id;
 }
 
-static int flow_fewer(flow *f, const char *name, int rank, int a, int iterations)
+static inline int flow_fewer(flow *f, const char *name, int rank, int a, int iterations)
 {
     const int id = flow_record(f, FLOW_FEWER, name, rank, a, FLOW_NONE);
     if (id < 0) return id;
@@ -241,7 +242,7 @@ static int flow_fewer(flow *f, const char *name, int rank, int a, int iterations
 }
 
 /* Closes a loop: what `body` computes is the next iteration's input of `head`, a FLOW_UNION with one input. */
-static int flow_next(flow *f, const char *name, int rank, int head, int body)
+static inline int flow_next(flow *f, const char *name, int rank, int head, int body)
 {
     const int id = flow_pair(f, FLOW_NEXT, name, rank, body, head);
     if (id < 0) return id;
@@ -251,7 +252,7 @@ static int flow_next(flow *f, const char *name, int rank, int head, int body)
     return id;
 }
 
-static int flow_collect(flow *f, const char *name, int rank, int a, flow_deliver *deliver, void *user)
+static inline int flow_collect(flow *f, const char *name, int rank, int a, flow_deliver *deliver, void *user)
 {
     const int id = flow_record(f, FLOW_COLLECT, name, rank, a, FLOW_NONE);
     if (id < 0) return id;
@@ -263,7 +264,7 @@ static int flow_collect(flow *f, const char *name, int rank, int a, flow_deliver
 }
 
 /* The number of the node with this name; FLOW_NONE: there is none. */
-static int flow_find(const flow *f, const char *name)
+static inline int flow_find(const flow *f, const char *name)
 {
     for (int i = 0; i < f->made; i++)
         if (strcmp(f->node[i].name, name) == 0) return i;
@@ -507,6 +508,7 @@ static flow_tensor *flow_compute(flow *f, flow_node *n, flow_tag tag, flow_tenso
     }
     y = flow_tensor_create(f, n);
     if (y) flow_compute_into(f, n, tag, in, y->x);
+    if (f->seconds) hpml_comm_compute(f->c, f->seconds(f, n));
     return y;
 }
 
@@ -705,7 +707,7 @@ static float flow_fetched(flow *f, int id)
 }
 
 /* How often a node has computed, on whichever rank. Collective. */
-static int64_t flow_fired(flow *f, int id)
+static inline int64_t flow_fired(flow *f, int id)
 {
     int64_t                   fired = id >= 0 ? f->node[id].fired : 0;
     const hpml_allreduce_desc sum   = { .element = HPML_ELEMENT_I64 };
@@ -810,7 +812,7 @@ static hpml_status flow_stream_begin(flow *f, const int *fetch, int count)
 }
 
 /* Runs inputs to their end and gives the collectors `fetch` what comes of each epoch. Collective. */
-static hpml_status flow_stream(flow *f, const int *fetch, int count)
+static inline hpml_status flow_stream(flow *f, const int *fetch, int count)
 {
     if (!f) return HPML_ERR_ARGUMENT;
     hpml_status status = flow_stream_begin(f, fetch, count);

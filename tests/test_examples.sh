@@ -456,6 +456,14 @@ one=$(HPML_RUN=clock:3 timeout 60 build/32_graph) && two=$(HPML_RUN=clock:3 time
 check "in virtual time epochs are delivered at the same time twice" '[ -n "$one" ] && [ "$one" = "$two" ]'
 build/32_graph add3 >"$tmp/out" 2>&1
 check "a node that the graph does not have is an error" '[ $? -eq 2 ] && says "NODE is one of a b c d"'
+fits timeout 60 build/42_place
+check "ops on the CPU or the GPU: the cheapest of all placements, as predicted" '[ $? -eq 0 ] &&
+    says "^   8 .*  none$" && says "^ 512 .*  scale matmul1 relu1 matmul2 add relu2 sum$" &&
+    says "best of 512 placements"'
+build/42_place 200 >"$tmp/out" 2>&1
+check "a placement on both" '[ $? -eq 0 ] && says "^ 200  *72.91  *61.57  *60.21  matmul1 relu1 matmul2 add relu2 sum$"'
+build/42_place 0 >"$tmp/out" 2>&1
+check "a net of no rows is an error" '[ $? -eq 2 ] && says "ROWS: 1 to 4096"'
 fits timeout 60 build/33_map_reduce
 check "word count and gradient: bytes without and with a combiner; a lost worker" '[ $? -eq 0 ] &&
     says "^gradient: 460896 bytes, combined 2400; pairs: 200.0 times fewer$" &&
