@@ -4109,7 +4109,8 @@ enum {
     HPMLI_OP_KEEPS_DZ    = 16384, /* backward overwrites dy by dz, the gradient before the activation; the gradient of
                                     source 0 is a product of dz and source 1, that of source 1 of dz and source 0 */
     HPMLI_OP_IMAGES      = 65536, /* not in a build with HPML_NO_CONVOLUTION */
-    HPMLI_OP_SEQUENCES   = 131072 /* not in a build with HPML_NO_SEQUENCES */
+    HPMLI_OP_SEQUENCES   = 131072, /* not in a build with HPML_NO_SEQUENCES */
+    HPMLI_OP_KEEPS_PLACE = 262144 /* `saved` is the places of maxima; forward leaves it out where it is NULL */
 };
 
 /* An op with one of the traits HPMLI_LEFT_OUT is not in this build: hpmli_node_create refuses the op, and its functions
@@ -6158,7 +6159,8 @@ HPMLI_FN void hpmli_plan_lives(const hpmli_plan *pl)
         int              fore   = state->at[HPMLI_FORWARD], again = state->at[HPMLI_AGAIN];
         int              last   = runs_again ? again : fore; /* time of the last pass that reads n->saved */
         if (back) last = state->at[HPMLI_BACKWARD];
-        if (hpmli_predicts_lean(g) && (state->folds || hpmli_has_trait(n, HPMLI_OP_KEEPS_SUM))) saved = 0;
+        const unsigned for_back = HPMLI_OP_KEEPS_SUM | HPMLI_OP_KEEPS_PLACE; /* saved for backward alone */
+        if (hpmli_predicts_lean(g) && (state->folds || hpmli_has_trait(n, for_back))) saved = 0;
         if (HPMLI_TRAINS && !hpmli_keeps_dz(n)) last = hpmli_later(last, state->at[HPMLI_WEIGHTS]);
         if (state->out_root[0] == n->out) hpmli_life_add(pl, bytes, scalar ? 0 : fore, u->last[0], &state->raw[0]);
         if (HPMLI_TRAINS && state->out_root[1] == n->out) hpmli_life_add(pl, bytes, again, u->last[1], &state->raw[1]);
@@ -9478,6 +9480,29 @@ HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
     return c;
 }
 
+/* Returns for how many k from *first on, below `count`, at + k * step is one of 0 .. size - 1. */
+HPMLI_FN int64_t hpmli_inside(int64_t at, int64_t step, int64_t size, int64_t count, int64_t *first)
+{
+    int64_t end = at < size ? hpmli_min((size - 1 - at) / step + 1, count) : 0;
+    *first = at < 0 ? hpmli_min((step - 1 - at) / step, count) : 0;
+    return hpmli_max(end - *first, 0);
+}
+
+/* Sums leave out the padding, because its zeros change nothing. These return how many rows (i 0) or columns (i 1) of
+   the kernel, from *first on, read x and not its padding for row or column o of y; and for how many rows of y, from
+   *first on, row u of the kernel does. */
+HPMLI_FN int64_t hpmli_conv_taps_at(const hpmli_conv *c, int i, int64_t o, int64_t *first)
+{
+    const hpml_attr *a = &c->n->attr;
+    return hpmli_inside(o * a->conv.stride[i] - a->conv.padding[i], a->conv.dilation[i], i == 0 ? c->H : c->W,
+                        a->conv.kernel[i], first);
+}
+HPMLI_FN int64_t hpmli_conv_rows_at(const hpmli_conv *c, int64_t u, int64_t *first)
+{
+    const hpml_attr *a = &c->n->attr;
+    return hpmli_inside(u * a->conv.dilation[0] - a->conv.padding[0], a->conv.stride[0], c->H, c->OH, first);
+}
+
 /* Returns true for a convolution of 1 x 1 without stride and padding, a matrix product that reads x itself. */
 HPMLI_FN bool hpmli_conv_is_1x1(const hpmli_conv *c)
 {
@@ -9788,12 +9813,19 @@ HPMLI_FN hpmli_mat hpmli_conv_mat(const hpmli_conv *c, float *p, bool is_y, int6
     return m;
 }
 
-/* Copies group g of image b of x to `image`, in NHWC order and with its padding. */
+/* Copies group g of image b of x to `image`, in NHWC order and with zeros in its padding: in that of the image's rows,
+   because rows of padding are read only by hpmli_conv_expand. */
 HPMLI_FN void hpmli_conv_x_to_nhwc(const hpmli_conv *c, int64_t b, int64_t g, float *image)
 {
+    const int64_t   side = c->n->attr.conv.padding[1] * c->C; /* floats of padding at each end of a row */
     const float    *x    = hpmli_conv_mat(c, c->n->src[0]->data, false, b, g, 0, 1).p;
     hpmli_conv_copy copy = { c->H, c->W, c->C, c->x_pitch, c->C, c->W * c->x_pixel, c->x_pixel };
-    if (c->x_first) memset(image, 0, (size_t)c->x_floats * sizeof(float));
+    if (c->expanded > 0) memset(image, 0, (size_t)c->x_floats * sizeof(float));
+    for (int64_t h = 0; h < c->H && side > 0 && c->expanded == 0; h++) {
+        float *row = image + c->x_first + h * c->x_pitch;
+        memset(row - side, 0, (size_t)side * sizeof(float));
+        memset(row + c->W * c->C, 0, (size_t)side * sizeof(float));
+    }
     if (c->nhwc) c->ctx->k->conv_copy(&copy, image + c->x_first, x, NULL, 0, 0);
     else c->ctx->k->conv_to_nhwc(image + c->x_first, x, c->C, c->H, c->W, c->x_pitch);
 }
@@ -10624,14 +10656,14 @@ HPMLI_FN void hpmli_window(const hpml_node *n, int i, int64_t o, int64_t *from, 
 }
 
 /* Max-pools a plane (a channel of an image) by 2 x 2 windows with stride 2; if w->back, runs the backward pass of this.
-   Forward, a kernel computes a row of the result and saves, for each window, which pixel is the maximum. */
+   Forward, a kernel computes a row of the result and, for a backward pass, saves which pixel of each window won. */
 HPMLI_FN void hpmli_max_pool_2x2(const hpmli_work *w, int64_t plane)
 {
     const hpml_tensor *x = w->n->src[0], *y = w->n->out;
     int64_t            H = x->shape[2], W = x->shape[3], OH = y->shape[2], OW = y->shape[3];
     for (int64_t row = 0; row < OH; row++) {
         int64_t from = (plane * H + row * 2) * W, to = (plane * OH + row) * OW;
-        float  *won  = (float *)w->n->saved + to;
+        float  *won  = w->n->saved ? (float *)w->n->saved + to : NULL;
         if (HPMLI_BACK(w)) w->k->max_pool_row_back(x->grad + from, won, y->grad + to, W, OW, w->n->accumulate[0]);
         else w->k->max_pool_row(y->data + to, won, x->data + from, W, OW);
     }
@@ -10645,7 +10677,7 @@ HPMLI_FN void hpmli_pool_plane(const hpmli_work *w, int64_t plane, int thread HP
     bool     max = n->op == HPML_OP_MAX_POOL2D;
     int64_t  H = n->src[0]->shape[2], W = n->src[0]->shape[3], r0, r1, c0, c1;
     int64_t  OW = n->out->shape[3], size = n->out->shape[2] * OW;
-    int32_t *at = max ? (int32_t *)n->saved + plane * size : NULL; /* where in its plane each window's maximum is */
+    int32_t *at = max && n->saved ? (int32_t *)n->saved + plane * size : NULL; /* in its plane, of each maximum */
     float   *x  = (HPMLI_BACK(w) ? n->src[0]->grad : n->src[0]->data) + plane * H * W;
     float   *y  = (HPMLI_BACK(w) ? n->out->grad : n->out->data) + plane * size;
     bool     halves = max && kernel[0] == 2 && kernel[1] == 2 && n->attr.conv.stride[0] == 2;
@@ -10669,12 +10701,13 @@ HPMLI_FN void hpmli_pool_plane(const hpmli_work *w, int64_t plane, int thread HP
             else
                 for (int64_t c = c0; c < c1; c++)
                     if (HPMLI_MAX_OR_NAN(x[r * W + c], x[best])) best = r * W + c;
-        if (max) at[o] = (int32_t)best;
+        if (at) at[o] = (int32_t)best;
         if (!HPMLI_BACK(w)) y[o] = max ? x[best] : (float)sum * share;
     }
 }
 
-/* Pools one NHWC image, all channels of a window together; for maxima keeps the index of each maximum's pixel. */
+/* Pools one NHWC image, all channels of a window together; for a backward pass keeps the index of each maximum's
+   pixel. */
 HPMLI_FN void hpmli_pool_image(const hpmli_work *w, int64_t image, int thread HPMLI_UNUSED)
 {
     const hpml_node   *n = w->n;
@@ -10682,17 +10715,17 @@ HPMLI_FN void hpmli_pool_image(const hpmli_work *w, int64_t image, int thread HP
     bool     max = n->op == HPML_OP_MAX_POOL2D;
     int64_t  C = x->shape[3], W = x->shape[2], pixels = x->shape[1] * W, size = y->shape[1] * y->shape[2];
     int64_t  r0, r1, c0, c1;
-    int32_t *at   = max ? (int32_t *)n->saved + image * size * C : NULL;
+    int32_t *at   = max && n->saved ? (int32_t *)n->saved + image * size * C : NULL;
     float   *from = (HPMLI_BACK(w) ? x->grad : x->data) + image * pixels * C;
     float   *to   = (HPMLI_BACK(w) ? y->grad : y->data) + image * size * C;
     if (HPMLI_BACK(w) && !n->accumulate[0]) memset(from, 0, (size_t)(pixels * C) * sizeof(float));
-    for (int64_t o = 0; o < size; o++, at += max ? C : 0, to += C) {
+    for (int64_t o = 0; o < size; o++, at += at ? C : 0, to += C) {
         for (int64_t c = 0; max && HPMLI_BACK(w) && c < C; c++) from[at[c] * C + c] += to[c];
         if (max && HPMLI_BACK(w)) continue;
         hpmli_window(n, 0, o / y->shape[2], &r0, &r1);
         hpmli_window(n, 1, o % y->shape[2], &c0, &c1);
         float share = max ? 0 : 1 / (float)((r1 - r0) * (c1 - c0));
-        for (int64_t c = 0; max && c < C; c++) at[c] = (int32_t)(r0 * W + c0);
+        for (int64_t c = 0; at && c < C; c++) at[c] = (int32_t)(r0 * W + c0);
         if (max) memcpy(to, from + (r0 * W + c0) * C, (size_t)C * sizeof(float));
         for (int64_t r = r0; r < r1; r++) {
             if (!max && !HPMLI_BACK(w)) w->k->vsum_rows(to, from + (r * W + c0) * C, c1 - c0, C, r > r0);
@@ -10701,7 +10734,7 @@ HPMLI_FN void hpmli_pool_image(const hpmli_work *w, int64_t image, int thread HP
             for (int64_t p = r * W + c0; max && p < r * W + c1; p++)
                 for (int64_t c = 0; c < C; c++) {
                     bool won = HPMLI_MAX_OR_NAN(from[p * C + c], to[c]);
-                    at[c] = won ? (int32_t)p : at[c];
+                    if (at) at[c] = won ? (int32_t)p : at[c];
                     to[c] = won ? from[p * C + c] : to[c];
                 }
         }
@@ -10715,7 +10748,7 @@ HPMLI_FN void hpmli_pooling(const hpml_run *run, hpml_node *n, bool back)
     hpmli_for_each_parallel(run, n, back, n->out->shape[0] * (nhwc ? 1 : n->out->shape[1]), 1,
                             nhwc ? hpmli_pool_image : hpmli_pool_plane);
 }
-HPMLI_OP(max_pool2d, HPMLI_OP_SPLIT_PLANE | HPMLI_OP_IMAGES, 0, hpmli_flops_pointwise(n, back),
+HPMLI_OP(max_pool2d, HPMLI_OP_SPLIT_PLANE | HPMLI_OP_IMAGES | HPMLI_OP_KEEPS_PLACE, 0, hpmli_flops_pointwise(n, back),
          hpmli_pooling(run, n, false), hpmli_pooling(run, n, true));
 HPMLI_OP(avg_pool2d, HPMLI_OP_SPLIT_PLANE | HPMLI_OP_IMAGES, 0, hpmli_flops_pointwise(n, back),
          hpmli_pooling(run, n, false), hpmli_pooling(run, n, true));
@@ -23472,25 +23505,36 @@ HPMLI_KERNEL void HV(conv_from_nhwc)(const hpmli_conv *d, float *dx, const float
         HV(conv_store_transposed)(image + r * d->x_pitch, d->C, n, d->C, true, dx + r * n, d->H * d->W, NULL, 0,
                                   accumulate);
 }
-/* Computes n output channels of `rows` rows of y for `images` padded images at x, with the channels' packed weights at
-   w, into the array `band` (images, rows, OW, HPMLI_NR). The rows of a tile are the pixels of one row of y or, where
-   the rows of y are narrow (d->images_forward > 1), one pixel of each image. */
-HPMLI_VEC_INLINE void HV(conv_band)(const hpmli_conv *d, int64_t images, int64_t rows, const float *w, const float *x,
-                                    int64_t n, float *band)
+/* Computes n output channels of rows [row, row + rows) of y for `images` padded images at x, with the channels' packed
+   weights at w, into the array `band` (images, rows, OW, HPMLI_NR). The rows of a tile are the pixels of one row of y
+   or, where the rows of y are narrow (d->images_forward > 1), one pixel of each image. */
+HPMLI_VEC_INLINE void HV(conv_band)(const hpmli_conv *d, int64_t images, int64_t row, int64_t rows, const float *w,
+                                    const float *x, int64_t n, float *band)
 {
     const int64_t      w_run = d->run_floats * HPMLI_NR; /* floats of packed weights for each run */
+    int64_t            u = 0, v = 0; /* first row and column of the kernel that read no padding */
     hpmli_conv_product s = { d->OW, d->x_pixel_step, 1, HPMLI_NR, HPMLI_NR, d->run_floats, { d->runs[0], d->runs[1] },
                              { d->run_step[0], d->run_step[1] }, { d->runs[1] * w_run, w_run }, 0, HPMLI_CONV_AHEAD };
     if (d->images_forward == 1) {
-        for (int64_t r = 0; r < rows; r++)
-            HV(conv_product)(&s, n, x + r * d->x_row_step, w, band + r * d->OW * HPMLI_NR);
+        for (int64_t r = 0; r < rows; r++) {
+            if (d->expanded == 0) s.runs[0] = hpmli_conv_taps_at(d, 0, row + r, &u);
+            HV(conv_product)(&s, n, x + (row + r) * d->x_row_step + u * d->run_step[0], w + u * s.b_run[0],
+                             band + r * d->OW * HPMLI_NR);
+        }
         return;
     }
     s.rows  = images;
     s.a_row = d->x_floats;
     s.c_row = rows * d->OW * HPMLI_NR;
-    for (int64_t p = 0; p < rows * d->OW; p++)
-        HV(conv_product)(&s, n, x + p / d->OW * d->x_row_step + p % d->OW * d->x_pixel_step, w, band + p * HPMLI_NR);
+    for (int64_t p = 0; p < rows * d->OW; p++) {
+        const int64_t oh = row + p / d->OW, ow = p % d->OW, taps = hpmli_conv_taps_at(d, 1, ow, &v);
+        const float  *from = x + oh * d->x_row_step + ow * d->x_pixel_step;
+        s.runs[0] = hpmli_conv_taps_at(d, 0, oh, &u);
+        if (d->runs[1] == 1) s.length = taps * d->C;
+        else s.runs[1] = taps;
+        HV(conv_product)(&s, n, from + u * d->run_step[0] + v * d->run_step[1],
+                         w + u * s.b_run[0] + v * d->C * HPMLI_NR, band + p * HPMLI_NR);
+    }
 }
 /* Computes output channels [o0, o1) of one group for `images` images. x: the group's padded images in NHWC order; w:
    the group's packed weights; bias: NULL, or of the group. band: scratch of (images_forward, band_rows, OW, HPMLI_NR)
@@ -23505,7 +23549,7 @@ HPMLI_KERNEL void HV(conv_forward)(const hpmli_conv *d, int64_t images, const fl
         for (int64_t row = 0; row < d->OH; row += d->band_rows) {
             int64_t rows = d->OH - row < d->band_rows ? d->OH - row : d->band_rows;
             hpmli_conv_copy copy = { 1, rows * d->OW, n, 0, d->y_pixel, 0, HPMLI_NR };
-            HV(conv_band)(d, images, rows, w + o * d->taps * d->C, x + row * d->x_row_step, n, band);
+            HV(conv_band)(d, images, row, rows, w + o * d->taps * d->C, x, n, band);
             for (int64_t i = 0; i < images; i++) {
                 float       *to   = y + i * y_image + row * d->OW * (d->nhwc ? d->y_pixel : 1);
                 const float *from = band + i * rows * d->OW * HPMLI_NR;
@@ -23516,17 +23560,17 @@ HPMLI_KERNEL void HV(conv_forward)(const hpmli_conv *d, int64_t images, const fl
         }
     }
 }
-/* Adds dy times a panel of W^T, `cols` floats of a run (contiguous taps), to dx, the gradient of one image. Products of
-   HPMLI_CONV_PIXELS pixels are computed first, in tiles that continue from one row of dy in the next, because rows are
-   narrow, and tiles of one row would be small. */
-HPMLI_VEC_INLINE void HV(conv_input_grad_narrow)(const hpmli_conv *d, int64_t cols, const float *w, const float *dy,
-                                                 float *dx)
+/* Adds `rows` rows of dy, from row `first` on, times a panel of W^T, `cols` floats of a run (contiguous taps), to dx,
+   the gradient of one image. Products of HPMLI_CONV_PIXELS pixels are computed first, in tiles that continue from one
+   row of dy in the next, because rows are narrow, and tiles of one row would be small. */
+HPMLI_VEC_INLINE void HV(conv_input_grad_narrow)(const hpmli_conv *d, int64_t first, int64_t rows, int64_t cols,
+                                                 const float *w, const float *dy, float *dx)
 {
     float              sums[HPMLI_CONV_PIXELS * HPMLI_NR];
     hpmli_conv_product s = { 0, d->OC, 1, HPMLI_NR, HPMLI_NR, d->OC, { 1, 1 }, { 0, 0 }, { 0, 0 }, 0, 0 };
-    const int64_t      pixels = d->OH * d->OW;
-    for (int64_t p = 0; p < pixels; p += s.rows) {
-        s.rows = pixels - p < HPMLI_CONV_PIXELS ? pixels - p : HPMLI_CONV_PIXELS;
+    const int64_t      end = (first + rows) * d->OW; /* of the pixels */
+    for (int64_t p = first * d->OW; p < end; p += s.rows) {
+        s.rows = end - p < HPMLI_CONV_PIXELS ? end - p : HPMLI_CONV_PIXELS;
         HV(conv_product)(&s, cols, dy + p * d->OC, w, sums);
         for (int64_t q = 0; q < s.rows; q++) {
             float *to = dx + (p + q) / d->OW * d->x_row_step + (p + q) % d->OW * d->x_pixel_step;
@@ -23540,17 +23584,19 @@ HPMLI_VEC_INLINE void HV(conv_input_grad_narrow)(const hpmli_conv *d, int64_t co
 HPMLI_KERNEL void HV(conv_input_grad)(const hpmli_conv *d, int64_t images, const float *w, const float *dy, float *dx)
 {
     hpmli_conv_product s = { d->OW, d->OC, 1, HPMLI_NR, d->x_pixel_step, d->OC, { 1, 1 }, { 0, 0 }, { 0, 0 }, 1, 0 };
-    for (int64_t u = 0; u < d->runs[0]; u++)
+    for (int64_t u = 0; u < d->runs[0]; u++) {
+        int64_t first, rows = hpmli_conv_rows_at(d, u, &first), end = first + rows;
         for (int64_t v = 0; v < d->runs[1]; v++)
             for (int64_t lane = 0; lane < d->run_floats; lane += HPMLI_NR, w += HPMLI_NR * d->OC)
                 for (int64_t i = 0; i < images; i++) {
-                    const float *from = dy + i * d->y_floats;
+                    const int64_t cols = d->run_floats - lane;
+                    const float  *from = dy + i * d->y_floats;
                     float *to = dx + i * d->x_floats + u * d->run_step[0] + v * d->run_step[1] + lane;
-                    if (d->OW < HPMLI_CONV_NARROW) HV(conv_input_grad_narrow)(d, d->run_floats - lane, w, from, to);
-                    for (int64_t row = 0; row < d->OH && d->OW >= HPMLI_CONV_NARROW; row++)
-                        HV(conv_product)(&s, d->run_floats - lane, from + row * d->OW * d->OC, w,
-                                         to + row * d->x_row_step);
+                    if (d->OW < HPMLI_CONV_NARROW) HV(conv_input_grad_narrow)(d, first, rows, cols, w, from, to);
+                    for (int64_t row = first; row < end && d->OW >= HPMLI_CONV_NARROW; row++)
+                        HV(conv_product)(&s, cols, from + row * d->OW * d->OC, w, to + row * d->x_row_step);
                 }
+    }
 }
 /* Sums the weights' gradient of output channels [o0, o1) over all pixels of `images` images into dw, panels (panel,
    taps, C, HPMLI_NR) of these channels; add: 1 adds the sums to dw, 0 overwrites dw. */
@@ -23560,9 +23606,13 @@ HPMLI_KERNEL void HV(conv_weight_grad)(const hpmli_conv *d, int64_t images, cons
     hpmli_conv_product s = { d->run_floats, 1, d->x_pixel_step, d->OC, HPMLI_NR, d->OW, { images, d->OH },
                              { d->x_floats, d->x_row_step }, { d->y_floats, d->OW * d->OC }, add, 0 };
     for (int64_t o = o0; o < o1; o += HPMLI_NR)
-        for (int64_t u = 0; u < d->runs[0]; u++)
+        for (int64_t u = 0; u < d->runs[0]; u++) {
+            int64_t first;
+            s.runs[1] = hpmli_conv_rows_at(d, u, &first);
+            const float *a = x + first * d->x_row_step + u * d->run_step[0], *b = dy + first * s.b_run[1] + o;
             for (int64_t v = 0; v < d->runs[1]; v++, dw += d->run_floats * HPMLI_NR)
-                HV(conv_product)(&s, d->OC - o, x + u * d->run_step[0] + v * d->run_step[1], dy + o, dw);
+                HV(conv_product)(&s, d->OC - o, a + v * d->run_step[1], b, dw);
+        }
 }
 /* Adds up `count` partial sums, in order, of the weights' gradient of output channels [o, o + HPMLI_CONV_PANEL), and
    stores the result in dw (OC, C, taps) or, if `accumulate`, adds it to dw. */
@@ -23597,19 +23647,19 @@ HPMLI_VEC_INLINE HV(f32) HV(pool_corner)(const float *x, int64_t width, int q, i
     HV(f32) b = 2 * n > HV_LANES ? HV(load_upto)(p + HV_LANES, 2 * n - HV_LANES) : HV(zero)();
     return q % 2 ? HV(odd_lanes)(a, b) : HV(even_lanes)(a, b);
 }
-/* Stores the maxima of n adjacent windows of 2 x 2 pixels in y and, in `at`, for each window the corner (0, 1: in the
-   image row at x; 2, 3: in the row below, at x + width) of the first of equal maxima, or of the first NaN. */
+/* Stores the maxima of n adjacent windows of 2 x 2 pixels in y and, in `at` (unless NULL), for each window the corner
+   (0, 1: in the image row at x; 2, 3: in the row below, at x + width) of the first of equal maxima, or NaN. */
 HPMLI_KERNEL void HV(max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n)
 {
     HV_LOOP(n) {
         HV(f32) best = HV(pool_corner)(x + 2 * i, width, 0, c), from = HV(zero)();
         for (int q = 1; q < 4; q++) {
             HV(f32) v = HV(pool_corner)(x + 2 * i, width, q, c);
-            from = HV(if_eq)(best, best, HV(if_ge)(best, v, from, HV(set1)((float)q)), from);
+            if (at) from = HV(if_eq)(best, best, HV(if_ge)(best, v, from, HV(set1)((float)q)), from);
             best = HV(if_eq)(best, best, HV(if_ge)(best, v, best, v), best);
         }
         HV(store_upto)(y + i, best, c);
-        HV(store_upto)(at + i, from, c);
+        if (at) HV(store_upto)(at + i, from, c);
     }
 }
 /* Sets the gradient dx of n windows of 2 x 2 pixels: dy at position `at` of each window, which had the maximum, and 0

@@ -465,6 +465,31 @@ TEST(conv_same_bits_at_any_thread_count)
     }
 }
 
+/* Sums leave out the padding, and have the same bits as if its zeros were in the image: result and all gradients. */
+TEST(conv_same_bits_with_zeros_around_the_image)
+{
+    for (int i = 0; i < ISAS * CONVOLUTIONS; i++) {
+        convolution t = convolutions[i % CONVOLUTIONS];
+        uint64_t    h[2] = { 0, 0 };
+        const int32_t ph = t.ph, pw = t.pw;
+        if (t.groups > 1) continue; /* groups of few channels are grids of images, whose order depends on their size */
+        t.layout = HPML_NCHW, t.algorithm = HPML_CONV_AUTO;
+        for (int zeros = 0; zeros < 2; zeros++) {
+            model m;
+            memset(&m, 0, sizeof m);
+            m.ctx = context(isas[i / CONVOLUTIONS], 1);
+            if (!m.ctx) continue;
+            m.x = images(m.ctx, t.layout, t.B, t.C, t.H, t.W);
+            if (zeros) t.ph = t.pw = 0;
+            m.y = conv_record(zeros ? hpml_pad(hpml_pad(m.x, 2, ph, ph, 0), 3, pw, pw, 0) : m.x, &t);
+            h[zeros] = model_hash(&m, true);
+            hpml_ctx_free(m.ctx);
+        }
+        if (h[0] != h[1]) printf("%s, convolution %d\n", isas[i / CONVOLUTIONS], i % CONVOLUTIONS);
+        ENSURE(h[0] == h[1]);
+    }
+}
+
 static hpml_status conv_status(int64_t C, int64_t H, int64_t out, int32_t kernel, int32_t padding, int32_t groups,
                                hpml_act act, bool flat, const char *words)
 {
@@ -681,6 +706,35 @@ TEST(pool_keeps_nan)
                 hpml_ctx_free(m.ctx);
             }
         }
+}
+
+/* Graphs that predict have the same maxima, also where these are NaN, and no memory for the places of maxima. */
+TEST(pool_predicts_the_same_in_less_memory)
+{
+    for (int i = 0; i < ISAS * POOLINGS * 2; i++) {
+        const pooling *t = &poolings[i / 2 % POOLINGS];
+        hpml_memory    memory[2] = { { 0 } };
+        uint64_t       h[2] = { 0, 0 };
+        size_t         places = 0;
+        for (int predicts = 0; predicts < 2; predicts++) {
+            hpml_ctx *ctx = context(isas[i / 2 / POOLINGS], 1 + i % 3);
+            if (!ctx) continue;
+            hpml_tensor    *x = images(ctx, layouts[i % 2], t->B, t->C, t->H, t->W);
+            hpml_tensor    *y = hpml_max_pool2d(x, t->kernel, t->stride, t->padding);
+            hpml_graph_desc d = { .output_count = 1, .outputs = &y, .predict = predicts };
+            hpml_graph     *g = hpml_graph_create(ctx, &d);
+            hpml_graph_memory(g, &memory[predicts]);
+            ENSURE(hpml_graph_alloc(g) == HPML_OK);
+            noise = 3;
+            randomize(x->data, hpml_tensor_count(x));
+            for (int64_t k = 0; k < hpml_tensor_count(x); k += 17) x->data[k] = (float)NAN;
+            ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK);
+            places      = sizeof(int32_t) * (size_t)hpml_tensor_count(y);
+            h[predicts] = hash(1, y->data, hpml_tensor_count(y));
+            hpml_ctx_free(ctx);
+        }
+        ENSURE(h[0] == h[1] && memory[1].activations + places <= memory[0].activations);
+    }
 }
 
 static hpml_status pool_status(int64_t H, int32_t kernel, int32_t stride, int32_t padding, bool flat)
