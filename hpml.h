@@ -2570,6 +2570,7 @@ typedef void hpmli_conv_tile_fn(HPMLI_CONV_TILE_ARGS);
 #define HPMLI_CONV_GRID  1024  /* floats in a grid that small images fill together */
 #define HPMLI_CONV_IMAGES 12 /* images that share a load of the weights, where images are small */
 #define HPMLI_CONV_NARROW 8  /* images with narrower rows have tiles that go over rows or images */
+#define HPMLI_CONV_FEW_PIXELS 64 /* see hpmli_conv_is_1x1 */
 #define HPMLI_CONV_PIXELS 32 /* pixels whose products with a panel of weights are computed at once */
 #define HPMLI_CONV_PANEL 32 /* channels in a task of a convolution; a multiple of HPMLI_NR in every instruction set */
 
@@ -9503,9 +9504,14 @@ HPMLI_FN int64_t hpmli_conv_rows_at(const hpmli_conv *c, int64_t u, int64_t *fir
     return hpmli_inside(u * a->conv.dilation[0] - a->conv.padding[0], a->conv.stride[0], c->H, c->OH, first);
 }
 
-/* Returns true for a convolution of 1 x 1 without stride and padding, a matrix product that reads x itself. */
+/* Returns true for a convolution of 1 x 1 without stride and padding that is computed as a matrix product, which reads
+   x itself. Not where the graph keeps packed weights and computes one image of few pixels: a product would have vectors
+   of these pixels, while the other kernels have vectors of channels. */
 HPMLI_FN bool hpmli_conv_is_1x1(const hpmli_conv *c)
 {
+    const struct hpmli_node_state *state = c->n->state;
+    const bool keeps = state && state->keeps && state->expands;
+    if (keeps && hpmli_image(c->n->out, 1) * hpmli_image(c->n->out, 2) <= HPMLI_CONV_FEW_PIXELS) return false;
     return c->taps == 1 && c->x_row_step == c->x_pitch && c->x_pixel_step == c->C && c->x_first == 0;
 }
 
