@@ -1794,6 +1794,12 @@ typedef struct hpmlc_mesh       hpmlc_mesh;       /* the axes of a communicator:
 typedef struct hpmlc_course     hpmlc_course;     /* where this rank is in a collective: see >>course */
 typedef struct hpmlc_waitpoint  hpmlc_waitpoint;  /* where one thread sleeps until another wakes it: >>world */
 
+typedef struct hpmlc_loan hpmlc_loan; /* memory whose address one rank of a communicator sends to the others */
+struct hpmlc_loan {
+    hpmlc_loan *older; /* the next one in the list of its group: see >>world */
+    void      (*release)(hpmlc_loan *loan); /* gives up the group's hold on the memory */
+};
+
 typedef struct hpmlc_chain { /* depths (hpml_counters) of the last messages that a thread has sent, and received */
     int64_t sent, received;
 } hpmlc_chain;
@@ -2724,6 +2730,7 @@ struct hpmlc_group {
     hpmlc_group *next;
     int          size, open; /* ranks; ranks that have not closed their communicator */
     hpmlc_inbox *inbox;      /* (size) of each rank */
+    hpmlc_loan  *loans;      /* list of loans that not all ranks have received: a rank may have failed before */
 };
 
 typedef struct hpmlc_vthread hpmlc_vthread; /* a thread in virtual time: see >>clock */
@@ -3007,8 +3014,17 @@ HPMLC_FN hpmlc_group *hpmlc_group_new(hpml_world *w, int size)
     return r;
 }
 
+/* Gives up the hold of group r on the newest of its loans. */
+HPMLC_FN void hpmlc_group_release(hpmlc_group *r)
+{
+    hpmlc_loan *loan = r->loans;
+    r->loans = loan->older;
+    loan->release(loan);
+}
+
 HPMLC_FN void hpmlc_group_free(hpmlc_group *r)
 {
+    while (r->loans) hpmlc_group_release(r);
     for (int i = 0; i < r->size; i++) {
         for (hpml_message *m = r->inbox[i].copies, *next; m; m = next) {
             next = hpmlc_post_of(m)->after;
@@ -3725,9 +3741,27 @@ HPMLC_FN int64_t hpmlc_held(const hpml_comm *c, bool reset)
 /* Returns whether c's messages are the sender's array itself and no copy, so that a receiver may write to it. */
 HPMLC_FN bool hpmlc_shares_arrays(const hpml_comm *c) { return c->t == &hpmlc_threads && !hpmlc_world_of(c)->buffered; }
 
+/* Makes c's group hold `loan` until hpmlc_lend_end or, if a rank fails before it has received the address, until all
+   ranks have closed c. Only rank 0 lends. False: c has no group that could. */
+HPMLC_FN bool hpmlc_lend(const hpml_comm *c, hpmlc_loan *loan)
+{
+    if (c->t != &hpmlc_threads) return false;
+    loan->older = hpmlc_group_of(c)->loans;
+    hpmlc_group_of(c)->loans = loan;
+    return true;
+}
+
+/* Ends the loan that rank 0 began last, because all ranks have received the address and hold the memory themselves. */
+HPMLC_FN void hpmlc_lend_end(const hpml_comm *c)
+{
+    if (c->t == &hpmlc_threads) hpmlc_group_release(hpmlc_group_of(c));
+}
+
 #else
 HPMLC_FN void hpmlc_help_others(hpml_comm *c HPMLC_UNUSED) {}
 HPMLC_FN bool hpmlc_shares_arrays(const hpml_comm *c HPMLC_UNUSED) { return false; }
+HPMLC_FN bool hpmlc_lend(const hpml_comm *c HPMLC_UNUSED, hpmlc_loan *loan HPMLC_UNUSED) { return false; }
+HPMLC_FN void hpmlc_lend_end(const hpml_comm *c HPMLC_UNUSED) {}
 HPMLC_FN int64_t hpmlc_held(const hpml_comm *c HPMLC_UNUSED, bool reset HPMLC_UNUSED) { return 0; }
 HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport HPMLC_UNUSED, int32_t ranks HPMLC_UNUSED,
                                        const hpml_network *network HPMLC_UNUSED)
@@ -13471,10 +13505,11 @@ HPMLC_FN bool hpmlc_async_open(hpml_distributed *d)
    one may be lost, which sparse models bear because batches have few rows in common; dense layers are read and written
    whole. Each rank has its own optimizer states. A run with one rank gives the same bits as serial training. */
 
-typedef struct hpmlc_hogwild_values { /* the shared values; the last rank to release them frees them */
+typedef struct hpmlc_hogwild_values { /* the shared values; the last holder to release them frees them */
+    hpmlc_loan     loan;      /* first, so that its address is that of the shared values */
     hpml_allocator allocator;
     size_t         bytes;
-    int32_t        holders;   /* number of ranks that have not released the shared values yet */
+    int32_t        holders;   /* number of ranks that hold the shared values; and 1 while they are lent */
     uint32_t      *bits;      /* (layout.span) the values' bits, laid out as the trainer's array of values */
 } hpmlc_hogwild_values;
 
@@ -13544,26 +13579,34 @@ HPMLC_FN hpml_status hpmlc_hogwild_need(void *user, hpml_trainer *t HPMLC_UNUSED
     return HPML_OK; /* a token that is no row's index is skipped here, because the op reports it */
 }
 
+/* Gives up a hold on the shared values; the last one frees them. */
+HPMLC_FN void hpmlc_hogwild_release(hpmlc_loan *loan)
+{
+    hpmlc_hogwild_values *s = (hpmlc_hogwild_values *)(void *)loan;
+    if (__atomic_sub_fetch(&s->holders, 1, __ATOMIC_ACQ_REL) > 0) return;
+    hpml_allocator a = s->allocator;
+    a.free(s, s->bytes, a.user);
+}
+
 HPMLC_FN hpmlc_hogwild_values *hpmlc_shared_create(hpml_distributed *d)
 {
     hpml_allocator a     = hpml_ctx_allocator(d->ctx);
     size_t         bytes = sizeof(hpmlc_hogwild_values) + (size_t)d->layout.span * sizeof(uint32_t);
     hpmlc_hogwild_values *s = (hpmlc_hogwild_values *)a.alloc(bytes, 64, a.user);
     if (!s) return NULL;
-    s->allocator = a;
-    s->bytes     = bytes;
-    s->holders   = d->c->size;
-    s->bits      = (uint32_t *)(void *)(s + 1);
+    s->loan.release = hpmlc_hogwild_release;
+    s->allocator    = a;
+    s->bytes        = bytes;
+    s->holders      = 1;
+    s->bits         = (uint32_t *)(void *)(s + 1);
     return s;
 }
 
-/* Destructor of a hpmlc_hogwild: the last rank that calls it frees the values. */
+/* Destructor of a hpmlc_hogwild. */
 HPMLC_FN void hpmlc_hogwild_destroy(void *object)
 {
     hpmlc_hogwild_values *s = ((hpmlc_hogwild *)object)->shared;
-    if (!s || __atomic_sub_fetch(&s->holders, 1, __ATOMIC_ACQ_REL) > 0) return;
-    hpml_allocator a = s->allocator;
-    a.free(s, s->bytes, a.user);
+    if (s) hpmlc_hogwild_release(&s->loan);
 }
 
 HPMLC_FN void hpmlc_hogwild_share(const hpml_distributed *d, hpml_tensor *p, int64_t first, int64_t n)
@@ -13579,15 +13622,24 @@ HPMLC_FN void hpmlc_hogwild_share(const hpml_distributed *d, hpml_tensor *p, int
 
 HPMLC_FN bool hpmlc_hogwild_open(hpml_distributed *d)
 {
-    hpmlc_hogwild *own = (hpmlc_hogwild *)hpml_ctx_alloc(d->ctx, sizeof *own, hpmlc_hogwild_destroy);
+    hpmlc_hogwild        *own = (hpmlc_hogwild *)hpml_ctx_alloc(d->ctx, sizeof *own, hpmlc_hogwild_destroy);
+    hpmlc_hogwild_values *s   = NULL;
     d->own = own;
-    if (!own) return false;
-    own->seen = (float *)hpmlc_dist_alloc(d, (size_t)d->layout.span * sizeof(float));
-    if (own->seen && d->c->rank == 0) own->shared = hpmlc_shared_create(d);
-    if (own->shared) hpmlc_hogwild_all(d, false, hpmlc_hogwild_share);
-    if (d->c->rank == 0 && !own->shared) hpmlc_fail(d->c, HPML_ERR_MEMORY, "distribute: no memory for shared values");
+    if (own) own->seen = (float *)hpmlc_dist_alloc(d, (size_t)d->layout.span * sizeof(float));
+    if (!own || !own->seen) return false;
     d->need = hpmlc_hogwild_need;
-    return hpml_broadcast(d->c, &own->shared, sizeof own->shared, 0) == HPML_OK && own->seen;
+    if (d->c->rank == 0) {
+        own->shared = s = hpmlc_shared_create(d);
+        if (!s) return hpmlc_fail(d->c, HPML_ERR_MEMORY, "distribute: no memory for shared values"), false;
+        hpmlc_hogwild_all(d, false, hpmlc_hogwild_share);
+        s->holders += hpmlc_lend(d->c, &s->loan);
+    }
+    if (hpml_broadcast(d->c, &s, sizeof s, 0) != HPML_OK) return false;
+    if (d->c->rank > 0) __atomic_add_fetch(&s->holders, 1, __ATOMIC_RELAXED);
+    own->shared = s;
+    if (hpml_barrier(d->c) != HPML_OK) return false;
+    if (d->c->rank == 0) hpmlc_lend_end(d->c);
+    return true;
 }
 
 HPMLC_FN hpml_status hpmlc_hogwild_update(hpml_distributed *d)
