@@ -5252,19 +5252,29 @@ HPML_API hpml_status hpml_param_add_rows(hpml_tensor *table, bool clear, const i
 }
 
 /* Fails if an op other than embedding reads the table of a sparse embedding, because such an op's gradient has all
-   rows. Notes that the gradients of the other parameters are dense, if the nodes' graph trains. */
-HPMLI_FN bool hpmli_rows_fit(hpml_ctx *ctx, hpml_node *const *nodes, int count, bool trains)
+   rows. */
+HPMLI_FN bool hpmli_rows_fit(hpml_ctx *ctx, hpml_node *const *nodes, int count)
 {
     for (int i = 0; i < count; i++)
         for (int s = 0; s < nodes[i]->src_count; s++) {
             const hpml_tensor *t = nodes[i]->src[s];
-            if (t && trains && !t->state->rows) t->state->is_dense = true;
             if (t && t->state->rows && nodes[i]->op != HPML_OP_EMBEDDING)
                 return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "graph: \"%s\" reads the table \"%s\" of a sparse "
                                    "embedding, whose gradient then has all rows; leave .sparse false",
                                    nodes[i]->out->name, t->name);
         }
     return true;
+}
+
+/* Notes that the gradients of all but sparse tables are dense, once the graph of these nodes, which trains, is planned:
+   a graph that fails computes no gradients. */
+HPMLI_FN void hpmli_rows_note(hpml_node *const *nodes, int count)
+{
+    for (int i = 0; i < count; i++)
+        for (int s = 0; s < nodes[i]->src_count; s++) {
+            const hpml_tensor *t = nodes[i]->src[s];
+            if (t && !t->state->rows) t->state->is_dense = true;
+        }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6446,10 +6456,12 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
             return hpmli_null(ctx, HPML_ERR_STATE, "graph: \"%s\" belongs to another graph already; name all results "
                               "as outputs of one graph, or record the model again",
                               g->nodes[i]->out->name);
-    const bool fits = hpmli_rows_fit(ctx, g->nodes, g->count, g->loss != NULL);
-    if (fits && hpmli_graph_batches(g) && hpmli_graph_plan(g)) return g;
-    hpmli_graph_release_nodes(g);
-    return NULL;
+    if (!hpmli_rows_fit(ctx, g->nodes, g->count) || !hpmli_graph_batches(g) || !hpmli_graph_plan(g)) {
+        hpmli_graph_release_nodes(g);
+        return NULL;
+    }
+    if (g->loss) hpmli_rows_note(g->nodes, g->count);
+    return g;
 }
 
 HPML_API void hpml_graph_memory(const hpml_graph *g, hpml_memory *out)
