@@ -1800,6 +1800,13 @@ struct hpmlc_loan {
     void      (*release)(hpmlc_loan *loan); /* gives up the group's hold on the memory */
 };
 
+HPMLC_FN void hpmlc_loan_end(hpmlc_loan **list) /* takes the newest loan out of a list and gives up the hold on it */
+{
+    hpmlc_loan *loan = *list;
+    *list = loan->older;
+    loan->release(loan);
+}
+
 typedef struct hpmlc_chain { /* depths (hpml_counters) of the last messages that a thread has sent, and received */
     int64_t sent, received;
 } hpmlc_chain;
@@ -3014,17 +3021,9 @@ HPMLC_FN hpmlc_group *hpmlc_group_new(hpml_world *w, int size)
     return r;
 }
 
-/* Gives up the hold of group r on the newest of its loans. */
-HPMLC_FN void hpmlc_group_release(hpmlc_group *r)
-{
-    hpmlc_loan *loan = r->loans;
-    r->loans = loan->older;
-    loan->release(loan);
-}
-
 HPMLC_FN void hpmlc_group_free(hpmlc_group *r)
 {
-    while (r->loans) hpmlc_group_release(r);
+    while (r->loans) hpmlc_loan_end(&r->loans);
     for (int i = 0; i < r->size; i++) {
         for (hpml_message *m = r->inbox[i].copies, *next; m; m = next) {
             next = hpmlc_post_of(m)->after;
@@ -3754,7 +3753,7 @@ HPMLC_FN bool hpmlc_lend(const hpml_comm *c, hpmlc_loan *loan)
 /* Ends the loan that rank 0 began last, because all ranks have received the address and hold the memory themselves. */
 HPMLC_FN void hpmlc_lend_end(const hpml_comm *c)
 {
-    if (c->t == &hpmlc_threads) hpmlc_group_release(hpmlc_group_of(c));
+    if (c->t == &hpmlc_threads) hpmlc_loan_end(&hpmlc_group_of(c)->loans);
 }
 
 #else
@@ -17640,6 +17639,12 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net, int s
     return true;
 }
 
+/* Adds to a count of bytes, of many ranks and steps, which stays at the largest number. */
+HPMLC_FN void hpmlc_count(int64_t *sum, int64_t bytes)
+{
+    if (__builtin_add_overflow(*sum, bytes, sum)) *sum = INT64_MAX;
+}
+
 /* Returns the rank that is simulated in place of rank `rank` where hpmlc_sim_alike allows it: on several nodes with the
    same state, the rank at the same position in the first node; on a single node, where all ranks have the same state,
    rank 0. */
@@ -17665,9 +17670,9 @@ HPMLC_FN double hpmlc_sim_send(hpmlc_sim *s, int from, int to, int64_t bytes)
     bool    far  = s->program ? s->rank[from].far : s->node[from] != s->node[to];
     double  busy = (double)bytes * s->rate[far], start = s->clock[from];
     double *out = &s->out[hpmlc_sim_card(s, from, far)], *in = &s->in[hpmlc_sim_card(s, to, far)];
-    s->bytes[from] += bytes;
+    hpmlc_count(&s->bytes[from], bytes);
     s->messages[from]++;
-    if (far) s->between += bytes;
+    if (far) hpmlc_count(&s->between, bytes);
     if (busy <= 0 && s->latency[far] <= 0) return start;
     if (start < *out) start = *out;
     *out = start + busy;
@@ -17912,9 +17917,9 @@ HPMLC_FN void hpmlc_sim_ring(hpmlc_sim *s, int rounds)
         int64_t sent = ((all ? 2 * s->n - mine : s->n) - kept) * (int64_t)s->size;
         free_at[i] = out > in ? out : in;
         block[i] = block[i + p] = (double)(mine * (int64_t)s->size);
-        s->bytes[i] += sent;
+        hpmlc_count(&s->bytes[i], sent);
         s->messages[i] += rounds;
-        s->between += far ? sent : 0;
+        if (far) hpmlc_count(&s->between, sent);
     }
     int q = hpmlc_sim_period(s, s->n, free_at);
     if (q < p)
@@ -17991,8 +17996,8 @@ HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
             near_part += hpmlc_sim_block(s, to);
         }
         s->messages[r] += p - 1;
-        s->bytes[r] += (s->n - hpmlc_sim_block(s, r)) * (int64_t)s->size;
-        s->between += (s->n - near_part) * (int64_t)s->size;
+        hpmlc_count(&s->bytes[r], (s->n - hpmlc_sim_block(s, r)) * (int64_t)s->size);
+        hpmlc_count(&s->between, (s->n - near_part) * (int64_t)s->size);
     }
 }
 
@@ -18362,7 +18367,7 @@ HPMLC_FN void hpmlc_pipe_run(hpmlc_pipe_sim *s, hpml_pipe_simulation *out, hpml_
         int slots = 0;
         for (int c = 0; c < s->chunks; c++) slots += s->walk[r].slots[c];
         out->slots = (int32_t)hpmlc_max(out->slots, slots);
-        out->bytes += s->net.bytes[r];
+        hpmlc_count(&out->bytes, s->net.bytes[r]);
         out->compute_s = fmax(out->compute_s, busy[r]);
         all += busy[r];
     }
@@ -20694,14 +20699,16 @@ HPMLC_FN hpml_status hpmlc_forecast_check(const hpml_plan *plan, const hpml_mode
                             "large or no fabric", m->name ? m->name : "");
     for (int i = 0; i < f->layers; i++) {
         const hpml_layer_facts *l = &f->layer[i];
+        const double many = (double)hpmlc_max(f->facts.batch, 1) / 1e3; /* below 1e15 floats in a layer's messages */
         const double all[] = { l->forward_s, l->backward_s, l->flops / 1e12, l->bytes / 1e12, (double)l->rows / 1e6,
-                               (double)hpmlc_max(l->rows, 1) * (double)l->cols, (double)l->edge / 1e6,
-                               (double)l->kept / 1e6, (double)l->forward_sum / 1e6, (double)l->backward_sum / 1e6,
-                               (double)l->pass / 1e6, (double)l->swap / 1e6 };
+                               (double)hpmlc_max(l->rows, 1) * (double)l->cols, many * (double)l->edge,
+                               (double)l->kept / 1e6, many * (double)l->forward_sum, many * (double)l->backward_sum,
+                               many * (double)l->pass, many * (double)l->swap };
         for (size_t k = 0; k < sizeof all / sizeof all[0]; k++)
             if (!HPMLC_GOOD(all[k]))
                 return hpmlc_refuse(to, wrong, "forecast: layer %d \"%s\" has a negative number, a NaN or one too "
-                                    "large", i, l->name ? l->name : "");
+                                    "large with %lld samples (.facts.batch); the most are 1e15 floats in a message", i,
+                                    l->name ? l->name : "", (long long)f->facts.batch);
         if (l->flops > 0 && l->forward_s <= 0 && m->flops <= 0)
             return hpmlc_refuse(to, wrong, "forecast: layer %d \"%s\" has operations and no seconds, and the machine "
                                 "no .flops; give one of them", i, l->name ? l->name : "");
@@ -20760,7 +20767,7 @@ HPMLC_FN hpml_status hpmlc_forecast_memory(hpmlc_maker *k, int64_t *out, const h
         if (hpmlc_plan_packs(k->p) && !k->p->codec.no_feedback) bytes += floats;
         most = fmax(most, 4 * bytes + hpmlc_stage_kept(k, k->stage));
     }
-    *out = k->f->planned && whole ? (int64_t)k->f->planned->total : (int64_t)most;
+    *out = k->f->planned && whole ? (int64_t)k->f->planned->total : (int64_t)fmin(most, 9e18);
     if (k->m->memory <= 0 || *out <= k->m->memory) return HPML_OK;
     return hpmlc_refuse(to, HPML_ERR_MEMORY, "forecast: a rank needs %.2f GB and has %.2f GB on \"%s\"; take shard, "
                         "recompute, pipe or tensor, or a smaller batch", 1e-9 * (double)*out,
@@ -20790,11 +20797,12 @@ HPMLC_FN void hpmlc_forecast_read(const hpmlc_maker *k, hpml_prediction *out)
     if (out->term_s[out->decides] < 0.1 * out->term_s[HPML_TERM_COMPUTE]) out->decides = HPML_TERM_COMPUTE;
     for (int r = 0, a = 0; r < y->unit; r++) {
         int64_t sent = 0;
-        for (int i = 0; i < y->net.streams; i++) sent += y->net.bytes[a++];
+        for (int i = 0; i < y->net.streams; i++) hpmlc_count(&sent, y->net.bytes[a++]);
         out->rank_bytes = hpmlc_max(out->rank_bytes, sent);
     }
     out->rank_bytes /= all;
-    out->between_bytes = y->net.between / all * (y->ranks / y->unit);
+    if (__builtin_mul_overflow(y->net.between / all, (int64_t)(y->ranks / y->unit), &out->between_bytes))
+        out->between_bytes = INT64_MAX;
     out->bubble  = out->step_s > 0 ? out->term_s[HPML_TERM_BUBBLE] / out->step_s : 0;
     const double shares = hpmlc_plan_workers(k->p, y->ranks);
     out->samples_s = out->step_s > 0 ? (double)k->samples * shares / out->step_s : 0;
