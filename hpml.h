@@ -2077,7 +2077,7 @@ HPML_API void hpml_philox4x32(const uint32_t key[2], const uint32_t counter[4], 
 /* A position in a sequence: number `counter` of stream `stream` of `seed`. Set the fields freely; all zero is valid.
    Word i is word i % 4 of Philox block i / 4 under the key (seed low, seed high) with the counter (block low, block
    high, stream low, stream high). A function returns the number at `counter` and adds 1 to counter; a fill of n gives
-   the n numbers of single calls and adds n. */
+   the n numbers of single calls and adds n. Without an hpml_rng (NULL) the number is 0, and nothing is filled. */
 typedef struct hpml_rng {
     uint64_t seed, stream, counter;
 } hpml_rng;
@@ -3506,13 +3506,14 @@ HPMLI_FN uint32_t hpmli_rng_word(const hpml_rng *r, uint64_t i)
     hpmli_philox_scalar(r->seed, r->stream, i / 4, block);
     return block[i % 4];
 }
-HPML_API uint32_t hpml_rng_u32(hpml_rng *r) { return hpmli_rng_word(r, r->counter++); }
+HPML_API uint32_t hpml_rng_u32(hpml_rng *r) { return r ? hpmli_rng_word(r, r->counter++) : 0; }
 HPML_API float hpml_rng_uniform(hpml_rng *r) { return (float)(hpml_rng_u32(r) >> 8) * (1.0f / 16777216.0f); }
 
 HPML_API float hpml_rng_normal(hpml_rng *r)
 {
     /* The Box-Muller transform makes two numbers from two random words, here from words j and j + h of the stream, with
        h = HPMLI_PHILOX_CHUNK / 2; the two results are numbers j and j + h of the stream. */
+    if (!r) return 0;
     uint64_t i    = r->counter++, j = i & ~(uint64_t)(HPMLI_PHILOX_CHUNK / 2);
     uint32_t a    = hpmli_rng_word(r, j), b = hpmli_rng_word(r, j + HPMLI_PHILOX_CHUNK / 2);
     float    x, y;
@@ -3537,8 +3538,9 @@ HPML_API int64_t hpml_rng_below(hpml_rng *r, int64_t n)
 /* Writes the next n numbers of the stream of r to x, 32-bit words or floats as `kind` says, and advances r by n. */
 HPMLI_FN void hpmli_rng_fill(hpml_rng *r, hpmli_draw kind, void *x, int64_t n)
 {
+    if (!r || !x || n < 1) return;
     hpmli_kernels_find(NULL)->random(kind, x, r->seed, r->stream, r->counter, n);
-    if (n > 0) r->counter += (uint64_t)n;
+    r->counter += (uint64_t)n;
 }
 HPML_API void hpml_rng_fill_u32(hpml_rng *r, uint32_t *x, int64_t n) { hpmli_rng_fill(r, HPMLI_WORDS, x, n); }
 HPML_API void hpml_rng_fill_uniform(hpml_rng *r, float *x, int64_t n) { hpmli_rng_fill(r, HPMLI_UNIFORM, x, n); }

@@ -40,6 +40,8 @@
 // thread, on a twin of the communicator (>>api-collectives).
 // SAME BITS: results do not depend on timing; every rank gets the same bits. The order of additions, and so the last
 // bit, depends on algorithm and number of ranks, unless you ask for exact sums (>>api-distribute).
+// NULL: a function that needs an argument which is NULL does nothing, and returns an error, NULL, false, 0 or, in place
+// of an index, -1. A function that writes a text returns its length if the buffer is NULL.
 //
 // GLOSSARY
 //     rank            one of those that train together: a thread of this process, a forked process, a process under
@@ -2252,6 +2254,9 @@ HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag
             return hpmlc_fail(c, HPML_ERR_STATE, "%s %d, tag %d: the struct of the message is that of a receive from "
                               "rank %d, tag %d, which is not over; wait for it, or give each message a struct of its "
                               "own", receiving ? "receive from" : "send to", peer, tag, m->peer, m->tag);
+    if (!m)
+        return c ? hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s %d: m is NULL; pass a struct for the message",
+                              receiving ? "receive from" : "send to", peer) : HPML_ERR_ARGUMENT;
     memset(m, 0, sizeof *m);
     m->done = true;
     if (hpmlc_failed(c)) return m->status = c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
@@ -7501,8 +7506,8 @@ HPMLC_FN void hpmlc_counters_add(hpml_counters *to, const hpml_counters *more)
 
 HPML_API void hpml_comm_counters(const hpml_comm *c, hpml_counters *out)
 {
-    memset(out, 0, sizeof *out);
-    if (!c) return;
+    if (out) memset(out, 0, sizeof *out);
+    if (!c || !out) return;
     hpmlc_background_drain(c);
     *out = c->counters;
     out->held_bytes = hpmlc_held(c, false);
@@ -8957,6 +8962,14 @@ HPMLC_FN void hpmlc_append(const hpmlc_text *to, size_t *length, const char *for
     if (n > 0) *length += (size_t)n;
 }
 
+/* Returns the text, empty for now, that hpmlc_append writes to `buffer`; NULL: it is only measured. */
+HPMLC_FN hpmlc_text hpmlc_text_begin(char *buffer, size_t size)
+{
+    const hpmlc_text to = { buffer, size };
+    if (buffer && size > 0) buffer[0] = 0;
+    return to;
+}
+
 HPMLC_FN void hpmlc_field_text(const hpmlc_field *field, const hpml_plan *plan, const hpmlc_text *to, size_t *length)
 {
     float       real;
@@ -9002,10 +9015,9 @@ HPMLC_FN bool hpmlc_field_in_range(const hpmlc_field *field, const hpml_plan *pl
 
 HPML_API int hpml_plan_text(const hpml_plan *plan, bool all, char *buffer, size_t size)
 {
-    const hpmlc_text to = { buffer, size };
+    const hpmlc_text to = hpmlc_text_begin(buffer, size);
     HPMLC_ZERO(hpml_plan, zero);
     size_t length = 0;
-    if (size > 0) buffer[0] = 0;
     for (const hpmlc_field *field = hpmlc_fields; plan && field < hpmlc_fields + HPMLC_FIELDS; field++) {
         if (!all && hpmlc_field_same(field, plan, &zero)) continue;
         hpmlc_append(&to, &length, "%s%s=", length > 0 ? "," : "", field->name);
@@ -9091,10 +9103,9 @@ HPML_API hpml_status hpml_plan_parse(const char *text, hpml_plan *plan, char *er
 
 HPML_API int hpml_plan_differs(const hpml_plan *from, const hpml_plan *to, char *buffer, size_t size)
 {
-    const hpmlc_text out = { buffer, size };
+    const hpmlc_text out = hpmlc_text_begin(buffer, size);
     size_t           length = 0;
     int              count = 0;
-    if (size > 0) buffer[0] = 0;
     for (const hpmlc_field *field = hpmlc_fields; from && to && field < hpmlc_fields + HPMLC_FIELDS; field++) {
         if (hpmlc_field_same(field, from, to)) continue;
         hpmlc_append(&out, &length, "%s%s ", count++ > 0 ? ", " : "", field->name);
@@ -9140,7 +9151,9 @@ HPMLC_FN float hpmlc_default(float value, float otherwise)
 
 HPML_API void hpml_plan_resolve(const hpml_plan *plan, const hpml_plan_facts *facts, hpml_plan *out)
 {
-    *out = *plan;
+    HPMLC_ZERO(hpml_plan, none);
+    if (out) *out = plan ? *plan : none;
+    if (!out || !plan || !facts) return;
     if (out->global_batch == 0) out->global_batch = hpmlc_plan_workers(plan, facts->ranks) * facts->batch;
     if (hpmlc_exact_is_chosen(NULL, out) && out->leaf == 0) out->leaf = hpmlc_min(facts->batch, 8);
     if (out->history == 0) out->history = 64;
@@ -9262,6 +9275,7 @@ HPML_API bool hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *facts)
 {
     bool matters[HPMLC_FIELDS], is_final = false;
     int  i = 0;
+    if (!plan || !facts) return false;
     do {
         if (!is_final) i = HPMLC_FIELDS - 1; /* else fields after field i cannot make the plan valid */
         hpmlc_fields_matter(plan, matters);
@@ -13743,8 +13757,8 @@ HPMLC_FN const hpml_optimizer *hpmlc_optimizer_of(const hpml_trainer_desc *d)
 
 HPML_API void hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_facts *out)
 {
-    memset(out, 0, sizeof *out);
-    if (!t || !c) return;
+    if (out) memset(out, 0, sizeof *out);
+    if (!t || !c || !out) return;
     const hpml_optimizer *row = hpmlc_optimizer_of(hpml_trainer_settings(t));
     out->ranks         = c->size;
     out->batch         = hpml_trainer_settings(t)->input->shape[0];
@@ -14139,7 +14153,7 @@ HPML_API int hpml_cluster_address(const hpml_cluster *c, int rank, char *buffer,
     int         task = 0;
     const char *role = hpml_cluster_role(c, rank, &task), *at = role ? c->tasks[role == hpmlc_roles[1]] : "";
     while (task-- > 0) at += strcspn(at, ",") + 1;
-    return snprintf(buffer, size, "%.*s", (int)strcspn(at, ",; "), at);
+    return snprintf(buffer, buffer ? size : 0, "%.*s", (int)strcspn(at, ",; "), at);
 }
 
 HPML_API void hpml_place_round_robin(const hpml_gradient *tensors, int count, int servers, int32_t *server,
@@ -14147,8 +14161,8 @@ HPML_API void hpml_place_round_robin(const hpml_gradient *tensors, int count, in
 {
     if (floats && servers > 0) memset(floats, 0, sizeof *floats * (size_t)servers);
     for (int i = 0; i < count && servers > 0; i++) {
-        server[i] = i % servers;
-        if (floats) floats[server[i]] += tensors[i].rows * tensors[i].cols;
+        if (server) server[i] = i % servers;
+        if (floats && tensors) floats[i % servers] += tensors[i].rows * tensors[i].cols;
     }
 }
 
@@ -14239,7 +14253,7 @@ HPML_API int hpml_steps_slowest(const hpml_step_row *rows, int count, double *ti
 {
     int    ranks = 0, slowest = -1;
     double most = 0, all = 0;
-    while (ranks < count && rows[ranks].step == rows[0].step) ranks++;
+    while (rows && ranks < count && rows[ranks].step == rows[0].step) ranks++;
     for (int r = 0; r < ranks; r++) {
         double took = 0;
         for (int i = r; i < count; i += ranks) took += rows[i].compute_s;
@@ -14254,19 +14268,20 @@ HPML_API int hpml_steps_slowest(const hpml_step_row *rows, int count, double *ti
 
 HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer, size_t size)
 {
-    double       times;
-    const int    slowest = hpml_steps_slowest(rows, count, &times);
-    size_t at = (size_t)snprintf(buffer, size, "  step rank   step ms   compute   overlap   exposed    bubble"
-                                 "        bytes\n");
+    double           times;
+    const int        slowest = hpml_steps_slowest(rows, count, &times);
+    const hpmlc_text to = hpmlc_text_begin(buffer, size);
+    size_t           length = 0;
     HPMLC_ZERO(hpml_step_row, sum);
+    if (!rows) count = 0;
+    hpmlc_append(&to, &length, "  step rank   step ms   compute   overlap   exposed    bubble        bytes\n");
     for (int i = 0; i <= count; i++) {
         const hpml_step_row *r = i < count ? &rows[i] : &sum;
         double               one = 1.0 / (i == count && count > 0 ? count : 1), ms = 1e3 * one;
         char                 name[32] = "  mean     ";
         if (i < count) snprintf(name, sizeof name, "%6lld %4d", (long long)r->step, (int)r->rank);
-        at += (size_t)snprintf(at < size ? buffer + at : NULL, at < size ? size - at : 0,
-                               "%s %9.3f %9.3f %9.3f %9.3f %9.3f %12.0f\n", name, ms * r->step_s, ms * r->compute_s,
-                               ms * r->overlap_s, ms * r->exposed_s, ms * r->bubble_s, one * r->bytes);
+        hpmlc_append(&to, &length, "%s %9.3f %9.3f %9.3f %9.3f %9.3f %12.0f\n", name, ms * r->step_s,
+                     ms * r->compute_s, ms * r->overlap_s, ms * r->exposed_s, ms * r->bubble_s, one * r->bytes);
         if (i == count) break;
         sum.step_s += r->step_s;
         sum.compute_s += r->compute_s;
@@ -14276,9 +14291,9 @@ HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer,
         sum.bytes += r->bytes;
     }
     if (slowest >= 0)
-        at += (size_t)snprintf(at < size ? buffer + at : NULL, at < size ? size - at : 0, "  slowest: rank %d, which "
-                               "computes %.2f times as long as the others on average\n", slowest, times);
-    return (int)at;
+        hpmlc_append(&to, &length, "  slowest: rank %d, which computes %.2f times as long as the others on average\n",
+                     slowest, times);
+    return (int)length;
 }
 
 /* Writes to `text` a warning of an efficiency (fraction of a step without waiting) below one half, else ""; returns it.
@@ -14349,9 +14364,9 @@ HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size
         snprintf(forecast, sizeof forecast, "; forecast: step %.2f ms, %lld bytes, memory %.1f MB (measured %.1f)",
                  1e3 * d->predicted.step_s, (long long)d->predicted.rank_bytes, 1e-6 * (double)d->predicted.memory,
                  1e-6 * hpmlc_dist_memory(d));
-    return snprintf(buffer, size, "%d ranks (%s%s), %d buckets: step %.2f ms = compute %.2f + exposed %.2f; "
-                    "exchange %.2f ms, %.0f %% hidden; %.0f bytes a step and rank, %.1fx less than a ring of f32; "
-                    "efficiency %.0f %%%s%s",
+    return snprintf(buffer, buffer ? size : 0, "%d ranks (%s%s), %d buckets: step %.2f ms = compute %.2f + exposed "
+                    "%.2f; exchange %.2f ms, %.0f %% hidden; %.0f bytes a step and rank, %.1fx less than a ring of "
+                    "f32; efficiency %.0f %%%s%s",
                     d->all->size, d->all->t->name, axes, r.buckets, 1e3 * r.step_s, 1e3 * r.compute_s,
                     1e3 * r.exposed_s, 1e3 * r.comm_s, 100 * r.hidden, r.bytes, sums > 0 ? r.plain_bytes / sums : 1,
                     100 * r.efficiency, hpmlc_efficiency_warning(r.efficiency, low), forecast);
@@ -14855,7 +14870,7 @@ HPMLC_FN void hpmlc_mixing_row(hpml_topology topology, int p, uint64_t seed, int
 
 HPML_API void hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, int64_t step, double *w)
 {
-    for (int i = 0; i < p; i++) hpmlc_mixing_row(topology, p, seed, step, i, w + (size_t)i * (size_t)p);
+    for (int i = 0; w && i < p; i++) hpmlc_mixing_row(topology, p, seed, step, i, w + (size_t)i * (size_t)p);
 }
 
 /* Replaces this rank's array by the weighted sum of its and its neighbours' old arrays, which are added from the rank
@@ -18195,8 +18210,8 @@ HPML_API int hpml_simulate_text(const hpml_simulation *s, char *buffer, size_t s
 {
     char low[128];
     if (!s) return 0;
-    return snprintf(buffer, size, "%d buckets: step %.4g ms = compute %.4g + stragglers %.4g + exposed %.4g; exchange "
-                    "%.4g ms; efficiency %.0f %%%s", s->buckets, 1e3 * s->step_s, 1e3 * s->compute_s,
+    return snprintf(buffer, buffer ? size : 0, "%d buckets: step %.4g ms = compute %.4g + stragglers %.4g + exposed "
+                    "%.4g; exchange %.4g ms; efficiency %.0f %%%s", s->buckets, 1e3 * s->step_s, 1e3 * s->compute_s,
                     1e3 * s->straggle_s, 1e3 * s->exposed_s, 1e3 * s->comm_s, 100 * s->efficiency,
                     hpmlc_efficiency_warning(s->efficiency, low));
 }
@@ -18399,7 +18414,7 @@ HPMLC_FN int hpmlc_pipe_extent(const hpml_pipe_span *spans, int count, double *e
 {
     int last = -1;
     *end = 0;
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; spans && i < count; i++) {
         if (last < spans[i].stage) last = spans[i].stage;
         if (*end < spans[i].end_s) *end = spans[i].end_s;
     }
@@ -18421,11 +18436,10 @@ HPMLC_FN char hpmlc_pipe_letter(const hpml_pipe_task *t)
 
 HPML_API int hpml_pipe_text(const hpml_pipe_span *spans, int count, int columns, char *buffer, size_t size)
 {
-    const hpmlc_text to = { buffer, size };
+    const hpmlc_text to = hpmlc_text_begin(buffer, size);
     double           end;
     size_t           length = 0;
     int              last = hpmlc_pipe_extent(spans, count, &end);
-    if (size > 0) buffer[0] = 0;
     for (int r = 0; r <= last && columns > 0; r++) {
         hpmlc_append(&to, &length, "%3d ", r);
         for (int column = 0; column < columns; column++) {
@@ -18446,12 +18460,11 @@ HPML_API int hpml_pipe_text(const hpml_pipe_span *spans, int count, int columns,
 HPML_API int hpml_pipe_svg(const hpml_pipe_span *spans, int count, const char *title, char *buffer, size_t size)
 {
     static const char *const colour[] = { "#77aadd", "#99ddaa", "#99ddaa", "#eedd88", "#ee8866" };
-    const hpmlc_text to = { buffer, size };
+    const hpmlc_text to = hpmlc_text_begin(buffer, size);
     double           end;
     size_t           length = 0;
     int              last = hpmlc_pipe_extent(spans, count, &end);
     double           scale = end > 0 ? 900 / end : 0;
-    if (size > 0) buffer[0] = 0;
     hpmlc_append(&to, &length, "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"1000\" height=\"%d\" "
                  "font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"1000\" height=\"%d\" fill=\"white\"/>\n"
                  "<text x=\"70\" y=\"20\">", 30 * last + 70, 30 * last + 70);
@@ -18459,7 +18472,7 @@ HPML_API int hpml_pipe_svg(const hpml_pipe_span *spans, int count, const char *t
     hpmlc_append(&to, &length, "</text>\n");
     for (int r = 0; r <= last; r++)
         hpmlc_append(&to, &length, "<text x=\"10\" y=\"%d\">stage %d</text>\n", 30 * r + 50, r);
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; spans && i < count; i++) {
         const hpml_pipe_span *s = &spans[i];
         double                x = 70 + scale * s->begin_s, width = scale * (s->end_s - s->begin_s);
         hpmlc_append(&to, &length, "<rect x=\"%.2f\" y=\"%d\" width=\"%.2f\" height=\"24\" fill=\"%s\" stroke=\"#555\" "
@@ -19991,6 +20004,7 @@ HPML_API const hpml_machine *hpml_machine_find(const char *name)
 HPML_API hpml_status hpml_machine_measure(hpml_ctx *ctx, hpml_machine *out)
 {
     const int64_t n = 256, bytes = (int64_t)16 << 20;
+    if (!out) return hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "machine: out is NULL; pass a struct for the result");
     memset(out, 0, sizeof *out);
     out->name = "this processor";
     float *a = (float *)hpml_ctx_alloc(ctx, 2 * (size_t)bytes, NULL), *b = a;
@@ -20104,8 +20118,8 @@ HPML_API bool hpml_fabric_measure(hpml_fabric_kind kind, int32_t nodes, hpml_fab
     int       width;
     const int n = (int)hpmlc_min(nodes, 4096);
     HPMLC_ZERO(hpml_fabric, f);
-    *out = f;
-    if (!hpml_fabric_name(kind) || nodes < 1) return false;
+    if (out) *out = f;
+    if (!out || !hpml_fabric_name(kind) || nodes < 1) return false;
     const int routers = hpmlc_fabric_routers(kind, n, &width);
     int      *far = (int *)malloc(2 * sizeof(int) * (size_t)routers);
     double    links = 0, sum = 0;
@@ -20133,8 +20147,10 @@ HPML_API bool hpml_fabric_measure(hpml_fabric_kind kind, int32_t nodes, hpml_fab
 HPML_API void hpml_machine_network(const hpml_machine *m, int32_t ranks, hpml_network *out)
 {
     hpml_fabric  f;
-    hpml_link   *far = &out->between;
-    *out = m->network;
+    HPMLC_ZERO(hpml_network, none);
+    if (out) *out = m ? m->network : none;
+    if (!m || !out) return;
+    hpml_link *far = &out->between;
     const int nodes = hpmlc_network_nodes(&m->network, (int)hpmlc_max(ranks, 1));
     if (nodes <= 1 || !hpml_fabric_measure(m->fabric, nodes, &f)) return;
     far->latency += (f.hops + 1) * m->router; /* on the way are f.hops links, one router more */
@@ -20148,8 +20164,10 @@ HPML_API int hpml_model_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_layer
 {
     const hpml_graph *g = hpml_trainer_graph(t);
     const int         ops = hpml_graph_op_count(g);
+    if (!out) return ops;
     memset(out, 0, sizeof *out);
     hpml_plan_facts_of(t, c, &out->facts);
+    if (!layer) capacity = 0;
     const double batch = (double)hpmlc_max(out->facts.batch, 1);
     for (int i = 0; i < ops && i < capacity; i++) {
         const hpml_node  *n = hpml_graph_op(g, i);
@@ -20207,11 +20225,10 @@ HPMLC_FN void hpmlc_roofline_row(const hpml_layer_facts *l, int count, const hpm
 HPML_API int hpml_roofline_text(const hpml_model_facts *facts, const hpml_machine *machine, int64_t samples,
                                 char *buffer, size_t size)
 {
-    const hpmlc_text to = { buffer, size };
+    const hpmlc_text to = hpmlc_text_begin(buffer, size);
     size_t           length = 0;
     HPMLC_ZERO(hpmlc_roofline, all);
-    if (size > 0) buffer[0] = 0;
-    if (!facts || !machine || samples < 1) return 0;
+    if (!facts || !facts->layer || !machine || samples < 1) return 0;
     hpmlc_append(&to, &length, "%-20s %5s %10s %10s %9s %10s  binds\n", "layer", "times", "MFLOP", "MB", "FLOP/B",
                  "us");
     for (int i = 0; i < facts->layers; i++) {
@@ -20894,9 +20911,8 @@ HPML_API hpml_status hpml_forecast(const hpml_plan *plan, const hpml_model_facts
 
 HPML_API int hpml_prediction_text(const hpml_prediction *p, char *buffer, size_t size)
 {
-    const hpmlc_text to = { buffer, size };
+    const hpmlc_text to = hpmlc_text_begin(buffer, size);
     size_t           length = 0;
-    if (size > 0) buffer[0] = 0;
     if (!p) return 0;
     hpmlc_append(&to, &length, "step %.4g ms =", 1e3 * p->step_s);
     for (int t = 0; t < HPML_TERM_COUNT; t++)
@@ -21141,11 +21157,10 @@ HPML_API int hpml_search(const hpml_search_desc *desc, const hpml_model_facts *f
 
 HPML_API int hpml_search_text(const hpml_found *found, int count, char *buffer, size_t size)
 {
-    const hpmlc_text to = { buffer, size };
+    const hpmlc_text to = hpmlc_text_begin(buffer, size);
     char             text[500];
     size_t           length = 0;
     int              term = 0;
-    if (size > 0) buffer[0] = 0;
     for (int i = 0; found && i < count && i < 2; i++) {
         hpml_plan_text(&found[i].plan, false, text, sizeof text);
         hpmlc_append(&to, &length, "%s: %s\n", i == 0 ? "best" : "second", *text ? text : "data alone");
