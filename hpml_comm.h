@@ -2254,9 +2254,10 @@ HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag
             return hpmlc_fail(c, HPML_ERR_STATE, "%s %d, tag %d: the struct of the message is that of a receive from "
                               "rank %d, tag %d, which is not over; wait for it, or give each message a struct of its "
                               "own", receiving ? "receive from" : "send to", peer, tag, m->peer, m->tag);
-    if (!m)
-        return c ? hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s %d: m is NULL; pass a struct for the message",
-                              receiving ? "receive from" : "send to", peer) : HPML_ERR_ARGUMENT;
+    if (!m && c)
+        hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s %d: m is NULL; pass a struct for the message",
+                   receiving ? "receive from" : "send to", peer);
+    if (!m) return HPML_ERR_ARGUMENT;
     memset(m, 0, sizeof *m);
     m->done = true;
     if (hpmlc_failed(c)) return m->status = c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
