@@ -2077,7 +2077,7 @@ HPML_API void hpml_philox4x32(const uint32_t key[2], const uint32_t counter[4], 
 /* A position in a sequence: number `counter` of stream `stream` of `seed`. Set the fields freely; all zero is valid.
    Word i is word i % 4 of Philox block i / 4 under the key (seed low, seed high) with the counter (block low, block
    high, stream low, stream high). A function returns the number at `counter` and adds 1 to counter; a fill of n gives
-   the n numbers of single calls and adds n. */
+   the n numbers of single calls and adds n. Without an hpml_rng (NULL) the number is 0, and nothing is filled. */
 typedef struct hpml_rng {
     uint64_t seed, stream, counter;
 } hpml_rng;
@@ -3507,13 +3507,14 @@ HPMLI_FN uint32_t hpmli_rng_word(const hpml_rng *r, uint64_t i)
     hpmli_philox_scalar(r->seed, r->stream, i / 4, block);
     return block[i % 4];
 }
-HPML_API uint32_t hpml_rng_u32(hpml_rng *r) { return hpmli_rng_word(r, r->counter++); }
+HPML_API uint32_t hpml_rng_u32(hpml_rng *r) { return r ? hpmli_rng_word(r, r->counter++) : 0; }
 HPML_API float hpml_rng_uniform(hpml_rng *r) { return (float)(hpml_rng_u32(r) >> 8) * (1.0f / 16777216.0f); }
 
 HPML_API float hpml_rng_normal(hpml_rng *r)
 {
     /* The Box-Muller transform makes two numbers from two random words, here from words j and j + h of the stream, with
        h = HPMLI_PHILOX_CHUNK / 2; the two results are numbers j and j + h of the stream. */
+    if (!r) return 0;
     uint64_t i    = r->counter++, j = i & ~(uint64_t)(HPMLI_PHILOX_CHUNK / 2);
     uint32_t a    = hpmli_rng_word(r, j), b = hpmli_rng_word(r, j + HPMLI_PHILOX_CHUNK / 2);
     float    x, y;
@@ -3538,8 +3539,9 @@ HPML_API int64_t hpml_rng_below(hpml_rng *r, int64_t n)
 /* Writes the next n numbers of the stream of r to x, 32-bit words or floats as `kind` says, and advances r by n. */
 HPMLI_FN void hpmli_rng_fill(hpml_rng *r, hpmli_draw kind, void *x, int64_t n)
 {
+    if (!r || !x || n < 1) return;
     hpmli_kernels_find(NULL)->random(kind, x, r->seed, r->stream, r->counter, n);
-    if (n > 0) r->counter += (uint64_t)n;
+    r->counter += (uint64_t)n;
 }
 HPML_API void hpml_rng_fill_u32(hpml_rng *r, uint32_t *x, int64_t n) { hpmli_rng_fill(r, HPMLI_WORDS, x, n); }
 HPML_API void hpml_rng_fill_uniform(hpml_rng *r, float *x, int64_t n) { hpmli_rng_fill(r, HPMLI_UNIFORM, x, n); }
@@ -5254,19 +5256,29 @@ HPML_API hpml_status hpml_param_add_rows(hpml_tensor *table, bool clear, const i
 }
 
 /* Fails if an op other than embedding reads the table of a sparse embedding, because such an op's gradient has all
-   rows. Notes that the gradients of the other parameters are dense, if the nodes' graph trains. */
-HPMLI_FN bool hpmli_rows_fit(hpml_ctx *ctx, hpml_node *const *nodes, int count, bool trains)
+   rows. */
+HPMLI_FN bool hpmli_rows_fit(hpml_ctx *ctx, hpml_node *const *nodes, int count)
 {
     for (int i = 0; i < count; i++)
         for (int s = 0; s < nodes[i]->src_count; s++) {
             const hpml_tensor *t = nodes[i]->src[s];
-            if (t && trains && !t->state->rows) t->state->is_dense = true;
             if (t && t->state->rows && nodes[i]->op != HPML_OP_EMBEDDING)
                 return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "graph: \"%s\" reads the table \"%s\" of a sparse "
                                    "embedding, whose gradient then has all rows; leave .sparse false",
                                    nodes[i]->out->name, t->name);
         }
     return true;
+}
+
+/* Notes that the gradients of all but sparse tables are dense, once the graph of these nodes, which trains, is planned:
+   a graph that fails computes no gradients. */
+HPMLI_FN void hpmli_rows_note(hpml_node *const *nodes, int count)
+{
+    for (int i = 0; i < count; i++)
+        for (int s = 0; s < nodes[i]->src_count; s++) {
+            const hpml_tensor *t = nodes[i]->src[s];
+            if (t && !t->state->rows) t->state->is_dense = true;
+        }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6449,10 +6461,12 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
             return hpmli_null(ctx, HPML_ERR_STATE, "graph: \"%s\" belongs to another graph already; name all results "
                               "as outputs of one graph, or record the model again",
                               g->nodes[i]->out->name);
-    const bool fits = hpmli_rows_fit(ctx, g->nodes, g->count, g->loss != NULL);
-    if (fits && hpmli_graph_batches(g) && hpmli_graph_plan(g)) return g;
-    hpmli_graph_release_nodes(g);
-    return NULL;
+    if (!hpmli_rows_fit(ctx, g->nodes, g->count) || !hpmli_graph_batches(g) || !hpmli_graph_plan(g)) {
+        hpmli_graph_release_nodes(g);
+        return NULL;
+    }
+    if (g->loss) hpmli_rows_note(g->nodes, g->count);
+    return g;
 }
 
 HPML_API void hpml_graph_memory(const hpml_graph *g, hpml_memory *out)

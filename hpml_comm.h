@@ -40,6 +40,8 @@
 // thread, on a twin of the communicator (>>api-collectives).
 // SAME BITS: results do not depend on timing; every rank gets the same bits. The order of additions, and so the last
 // bit, depends on algorithm and number of ranks, unless you ask for exact sums (>>api-distribute).
+// NULL: a function that needs an argument which is NULL does nothing, and returns an error, NULL, false, 0 or, in place
+// of an index, -1. A function that writes a text returns its length if the buffer is NULL.
 //
 // GLOSSARY
 //     rank            one of those that train together: a thread of this process, a forked process, a process under
@@ -1794,6 +1796,19 @@ typedef struct hpmlc_mesh       hpmlc_mesh;       /* the axes of a communicator:
 typedef struct hpmlc_course     hpmlc_course;     /* where this rank is in a collective: see >>course */
 typedef struct hpmlc_waitpoint  hpmlc_waitpoint;  /* where one thread sleeps until another wakes it: >>world */
 
+typedef struct hpmlc_loan hpmlc_loan; /* memory whose address one rank of a communicator sends to the others */
+struct hpmlc_loan {
+    hpmlc_loan *older; /* the next one in the list of its group: see >>world */
+    void      (*release)(hpmlc_loan *loan); /* gives up the group's hold on the memory */
+};
+
+HPMLC_FN void hpmlc_loan_end(hpmlc_loan **list) /* takes the newest loan out of a list and gives up the hold on it */
+{
+    hpmlc_loan *loan = *list;
+    *list = loan->older;
+    loan->release(loan);
+}
+
 typedef struct hpmlc_chain { /* depths (hpml_counters) of the last messages that a thread has sent, and received */
     int64_t sent, received;
 } hpmlc_chain;
@@ -2239,6 +2254,10 @@ HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag
             return hpmlc_fail(c, HPML_ERR_STATE, "%s %d, tag %d: the struct of the message is that of a receive from "
                               "rank %d, tag %d, which is not over; wait for it, or give each message a struct of its "
                               "own", receiving ? "receive from" : "send to", peer, tag, m->peer, m->tag);
+    if (!m && c)
+        hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s %d: m is NULL; pass a struct for the message",
+                   receiving ? "receive from" : "send to", peer);
+    if (!m) return HPML_ERR_ARGUMENT;
     memset(m, 0, sizeof *m);
     m->done = true;
     if (hpmlc_failed(c)) return m->status = c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
@@ -2724,6 +2743,7 @@ struct hpmlc_group {
     hpmlc_group *next;
     int          size, open; /* ranks; ranks that have not closed their communicator */
     hpmlc_inbox *inbox;      /* (size) of each rank */
+    hpmlc_loan  *loans;      /* list of loans that not all ranks have received: a rank may have failed before */
 };
 
 typedef struct hpmlc_vthread hpmlc_vthread; /* a thread in virtual time: see >>clock */
@@ -3009,6 +3029,7 @@ HPMLC_FN hpmlc_group *hpmlc_group_new(hpml_world *w, int size)
 
 HPMLC_FN void hpmlc_group_free(hpmlc_group *r)
 {
+    while (r->loans) hpmlc_loan_end(&r->loans);
     for (int i = 0; i < r->size; i++) {
         for (hpml_message *m = r->inbox[i].copies, *next; m; m = next) {
             next = hpmlc_post_of(m)->after;
@@ -3725,9 +3746,27 @@ HPMLC_FN int64_t hpmlc_held(const hpml_comm *c, bool reset)
 /* Returns whether c's messages are the sender's array itself and no copy, so that a receiver may write to it. */
 HPMLC_FN bool hpmlc_shares_arrays(const hpml_comm *c) { return c->t == &hpmlc_threads && !hpmlc_world_of(c)->buffered; }
 
+/* Makes c's group hold `loan` until hpmlc_lend_end or, if a rank fails before it has received the address, until all
+   ranks have closed c. Only rank 0 lends. False: c has no group that could. */
+HPMLC_FN bool hpmlc_lend(const hpml_comm *c, hpmlc_loan *loan)
+{
+    if (c->t != &hpmlc_threads) return false;
+    loan->older = hpmlc_group_of(c)->loans;
+    hpmlc_group_of(c)->loans = loan;
+    return true;
+}
+
+/* Ends the loan that rank 0 began last, because all ranks have received the address and hold the memory themselves. */
+HPMLC_FN void hpmlc_lend_end(const hpml_comm *c)
+{
+    if (c->t == &hpmlc_threads) hpmlc_loan_end(&hpmlc_group_of(c)->loans);
+}
+
 #else
 HPMLC_FN void hpmlc_help_others(hpml_comm *c HPMLC_UNUSED) {}
 HPMLC_FN bool hpmlc_shares_arrays(const hpml_comm *c HPMLC_UNUSED) { return false; }
+HPMLC_FN bool hpmlc_lend(const hpml_comm *c HPMLC_UNUSED, hpmlc_loan *loan HPMLC_UNUSED) { return false; }
+HPMLC_FN void hpmlc_lend_end(const hpml_comm *c HPMLC_UNUSED) {}
 HPMLC_FN int64_t hpmlc_held(const hpml_comm *c HPMLC_UNUSED, bool reset HPMLC_UNUSED) { return 0; }
 HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport HPMLC_UNUSED, int32_t ranks HPMLC_UNUSED,
                                        const hpml_network *network HPMLC_UNUSED)
@@ -7468,8 +7507,8 @@ HPMLC_FN void hpmlc_counters_add(hpml_counters *to, const hpml_counters *more)
 
 HPML_API void hpml_comm_counters(const hpml_comm *c, hpml_counters *out)
 {
-    memset(out, 0, sizeof *out);
-    if (!c) return;
+    if (out) memset(out, 0, sizeof *out);
+    if (!c || !out) return;
     hpmlc_background_drain(c);
     *out = c->counters;
     out->held_bytes = hpmlc_held(c, false);
@@ -8924,6 +8963,14 @@ HPMLC_FN void hpmlc_append(const hpmlc_text *to, size_t *length, const char *for
     if (n > 0) *length += (size_t)n;
 }
 
+/* Returns the text, empty for now, that hpmlc_append writes to `buffer`; NULL: it is only measured. */
+HPMLC_FN hpmlc_text hpmlc_text_begin(char *buffer, size_t size)
+{
+    const hpmlc_text to = { buffer, size };
+    if (buffer && size > 0) buffer[0] = 0;
+    return to;
+}
+
 HPMLC_FN void hpmlc_field_text(const hpmlc_field *field, const hpml_plan *plan, const hpmlc_text *to, size_t *length)
 {
     float       real;
@@ -8969,10 +9016,9 @@ HPMLC_FN bool hpmlc_field_in_range(const hpmlc_field *field, const hpml_plan *pl
 
 HPML_API int hpml_plan_text(const hpml_plan *plan, bool all, char *buffer, size_t size)
 {
-    const hpmlc_text to = { buffer, size };
+    const hpmlc_text to = hpmlc_text_begin(buffer, size);
     HPMLC_ZERO(hpml_plan, zero);
     size_t length = 0;
-    if (size > 0) buffer[0] = 0;
     for (const hpmlc_field *field = hpmlc_fields; plan && field < hpmlc_fields + HPMLC_FIELDS; field++) {
         if (!all && hpmlc_field_same(field, plan, &zero)) continue;
         hpmlc_append(&to, &length, "%s%s=", length > 0 ? "," : "", field->name);
@@ -9058,10 +9104,9 @@ HPML_API hpml_status hpml_plan_parse(const char *text, hpml_plan *plan, char *er
 
 HPML_API int hpml_plan_differs(const hpml_plan *from, const hpml_plan *to, char *buffer, size_t size)
 {
-    const hpmlc_text out = { buffer, size };
+    const hpmlc_text out = hpmlc_text_begin(buffer, size);
     size_t           length = 0;
     int              count = 0;
-    if (size > 0) buffer[0] = 0;
     for (const hpmlc_field *field = hpmlc_fields; from && to && field < hpmlc_fields + HPMLC_FIELDS; field++) {
         if (hpmlc_field_same(field, from, to)) continue;
         hpmlc_append(&out, &length, "%s%s ", count++ > 0 ? ", " : "", field->name);
@@ -9107,7 +9152,9 @@ HPMLC_FN float hpmlc_default(float value, float otherwise)
 
 HPML_API void hpml_plan_resolve(const hpml_plan *plan, const hpml_plan_facts *facts, hpml_plan *out)
 {
-    *out = *plan;
+    HPMLC_ZERO(hpml_plan, none);
+    if (out) *out = plan ? *plan : none;
+    if (!out || !plan || !facts) return;
     if (out->global_batch == 0) out->global_batch = hpmlc_plan_workers(plan, facts->ranks) * facts->batch;
     if (hpmlc_exact_is_chosen(NULL, out) && out->leaf == 0) out->leaf = hpmlc_min(facts->batch, 8);
     if (out->history == 0) out->history = 64;
@@ -9229,6 +9276,7 @@ HPML_API bool hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *facts)
 {
     bool matters[HPMLC_FIELDS], is_final = false;
     int  i = 0;
+    if (!plan || !facts) return false;
     do {
         if (!is_final) i = HPMLC_FIELDS - 1; /* else fields after field i cannot make the plan valid */
         hpmlc_fields_matter(plan, matters);
@@ -13471,10 +13519,11 @@ HPMLC_FN bool hpmlc_async_open(hpml_distributed *d)
    one may be lost, which sparse models bear because batches have few rows in common; dense layers are read and written
    whole. Each rank has its own optimizer states. A run with one rank gives the same bits as serial training. */
 
-typedef struct hpmlc_hogwild_values { /* the shared values; the last rank to release them frees them */
+typedef struct hpmlc_hogwild_values { /* the shared values; the last holder to release them frees them */
+    hpmlc_loan     loan;      /* first, so that its address is that of the shared values */
     hpml_allocator allocator;
     size_t         bytes;
-    int32_t        holders;   /* number of ranks that have not released the shared values yet */
+    int32_t        holders;   /* number of ranks that hold the shared values; and 1 while they are lent */
     uint32_t      *bits;      /* (layout.span) the values' bits, laid out as the trainer's array of values */
 } hpmlc_hogwild_values;
 
@@ -13544,26 +13593,34 @@ HPMLC_FN hpml_status hpmlc_hogwild_need(void *user, hpml_trainer *t HPMLC_UNUSED
     return HPML_OK; /* a token that is no row's index is skipped here, because the op reports it */
 }
 
+/* Gives up a hold on the shared values; the last one frees them. */
+HPMLC_FN void hpmlc_hogwild_release(hpmlc_loan *loan)
+{
+    hpmlc_hogwild_values *s = (hpmlc_hogwild_values *)(void *)loan;
+    if (__atomic_sub_fetch(&s->holders, 1, __ATOMIC_ACQ_REL) > 0) return;
+    hpml_allocator a = s->allocator;
+    a.free(s, s->bytes, a.user);
+}
+
 HPMLC_FN hpmlc_hogwild_values *hpmlc_shared_create(hpml_distributed *d)
 {
     hpml_allocator a     = hpml_ctx_allocator(d->ctx);
     size_t         bytes = sizeof(hpmlc_hogwild_values) + (size_t)d->layout.span * sizeof(uint32_t);
     hpmlc_hogwild_values *s = (hpmlc_hogwild_values *)a.alloc(bytes, 64, a.user);
     if (!s) return NULL;
-    s->allocator = a;
-    s->bytes     = bytes;
-    s->holders   = d->c->size;
-    s->bits      = (uint32_t *)(void *)(s + 1);
+    s->loan.release = hpmlc_hogwild_release;
+    s->allocator    = a;
+    s->bytes        = bytes;
+    s->holders      = 1;
+    s->bits         = (uint32_t *)(void *)(s + 1);
     return s;
 }
 
-/* Destructor of a hpmlc_hogwild: the last rank that calls it frees the values. */
+/* Destructor of a hpmlc_hogwild. */
 HPMLC_FN void hpmlc_hogwild_destroy(void *object)
 {
     hpmlc_hogwild_values *s = ((hpmlc_hogwild *)object)->shared;
-    if (!s || __atomic_sub_fetch(&s->holders, 1, __ATOMIC_ACQ_REL) > 0) return;
-    hpml_allocator a = s->allocator;
-    a.free(s, s->bytes, a.user);
+    if (s) hpmlc_hogwild_release(&s->loan);
 }
 
 HPMLC_FN void hpmlc_hogwild_share(const hpml_distributed *d, hpml_tensor *p, int64_t first, int64_t n)
@@ -13579,15 +13636,24 @@ HPMLC_FN void hpmlc_hogwild_share(const hpml_distributed *d, hpml_tensor *p, int
 
 HPMLC_FN bool hpmlc_hogwild_open(hpml_distributed *d)
 {
-    hpmlc_hogwild *own = (hpmlc_hogwild *)hpml_ctx_alloc(d->ctx, sizeof *own, hpmlc_hogwild_destroy);
+    hpmlc_hogwild        *own = (hpmlc_hogwild *)hpml_ctx_alloc(d->ctx, sizeof *own, hpmlc_hogwild_destroy);
+    hpmlc_hogwild_values *s   = NULL;
     d->own = own;
-    if (!own) return false;
-    own->seen = (float *)hpmlc_dist_alloc(d, (size_t)d->layout.span * sizeof(float));
-    if (own->seen && d->c->rank == 0) own->shared = hpmlc_shared_create(d);
-    if (own->shared) hpmlc_hogwild_all(d, false, hpmlc_hogwild_share);
-    if (d->c->rank == 0 && !own->shared) hpmlc_fail(d->c, HPML_ERR_MEMORY, "distribute: no memory for shared values");
+    if (own) own->seen = (float *)hpmlc_dist_alloc(d, (size_t)d->layout.span * sizeof(float));
+    if (!own || !own->seen) return false;
     d->need = hpmlc_hogwild_need;
-    return hpml_broadcast(d->c, &own->shared, sizeof own->shared, 0) == HPML_OK && own->seen;
+    if (d->c->rank == 0) {
+        own->shared = s = hpmlc_shared_create(d);
+        if (!s) return hpmlc_fail(d->c, HPML_ERR_MEMORY, "distribute: no memory for shared values"), false;
+        hpmlc_hogwild_all(d, false, hpmlc_hogwild_share);
+        s->holders += hpmlc_lend(d->c, &s->loan);
+    }
+    if (hpml_broadcast(d->c, &s, sizeof s, 0) != HPML_OK) return false;
+    if (d->c->rank > 0) __atomic_add_fetch(&s->holders, 1, __ATOMIC_RELAXED);
+    own->shared = s;
+    if (hpml_barrier(d->c) != HPML_OK) return false;
+    if (d->c->rank == 0) hpmlc_lend_end(d->c);
+    return true;
 }
 
 HPMLC_FN hpml_status hpmlc_hogwild_update(hpml_distributed *d)
@@ -13692,8 +13758,8 @@ HPMLC_FN const hpml_optimizer *hpmlc_optimizer_of(const hpml_trainer_desc *d)
 
 HPML_API void hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_facts *out)
 {
-    memset(out, 0, sizeof *out);
-    if (!t || !c) return;
+    if (out) memset(out, 0, sizeof *out);
+    if (!t || !c || !out) return;
     const hpml_optimizer *row = hpmlc_optimizer_of(hpml_trainer_settings(t));
     out->ranks         = c->size;
     out->batch         = hpml_trainer_settings(t)->input->shape[0];
@@ -14088,7 +14154,7 @@ HPML_API int hpml_cluster_address(const hpml_cluster *c, int rank, char *buffer,
     int         task = 0;
     const char *role = hpml_cluster_role(c, rank, &task), *at = role ? c->tasks[role == hpmlc_roles[1]] : "";
     while (task-- > 0) at += strcspn(at, ",") + 1;
-    return snprintf(buffer, size, "%.*s", (int)strcspn(at, ",; "), at);
+    return snprintf(buffer, buffer ? size : 0, "%.*s", (int)strcspn(at, ",; "), at);
 }
 
 HPML_API void hpml_place_round_robin(const hpml_gradient *tensors, int count, int servers, int32_t *server,
@@ -14096,8 +14162,8 @@ HPML_API void hpml_place_round_robin(const hpml_gradient *tensors, int count, in
 {
     if (floats && servers > 0) memset(floats, 0, sizeof *floats * (size_t)servers);
     for (int i = 0; i < count && servers > 0; i++) {
-        server[i] = i % servers;
-        if (floats) floats[server[i]] += tensors[i].rows * tensors[i].cols;
+        if (server) server[i] = i % servers;
+        if (floats && tensors) floats[i % servers] += tensors[i].rows * tensors[i].cols;
     }
 }
 
@@ -14188,7 +14254,7 @@ HPML_API int hpml_steps_slowest(const hpml_step_row *rows, int count, double *ti
 {
     int    ranks = 0, slowest = -1;
     double most = 0, all = 0;
-    while (ranks < count && rows[ranks].step == rows[0].step) ranks++;
+    while (rows && ranks < count && rows[ranks].step == rows[0].step) ranks++;
     for (int r = 0; r < ranks; r++) {
         double took = 0;
         for (int i = r; i < count; i += ranks) took += rows[i].compute_s;
@@ -14203,19 +14269,20 @@ HPML_API int hpml_steps_slowest(const hpml_step_row *rows, int count, double *ti
 
 HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer, size_t size)
 {
-    double       times;
-    const int    slowest = hpml_steps_slowest(rows, count, &times);
-    size_t at = (size_t)snprintf(buffer, size, "  step rank   step ms   compute   overlap   exposed    bubble"
-                                 "        bytes\n");
+    double           times;
+    const int        slowest = hpml_steps_slowest(rows, count, &times);
+    const hpmlc_text to = hpmlc_text_begin(buffer, size);
+    size_t           length = 0;
     HPMLC_ZERO(hpml_step_row, sum);
+    if (!rows) count = 0;
+    hpmlc_append(&to, &length, "  step rank   step ms   compute   overlap   exposed    bubble        bytes\n");
     for (int i = 0; i <= count; i++) {
         const hpml_step_row *r = i < count ? &rows[i] : &sum;
         double               one = 1.0 / (i == count && count > 0 ? count : 1), ms = 1e3 * one;
         char                 name[32] = "  mean     ";
         if (i < count) snprintf(name, sizeof name, "%6lld %4d", (long long)r->step, (int)r->rank);
-        at += (size_t)snprintf(at < size ? buffer + at : NULL, at < size ? size - at : 0,
-                               "%s %9.3f %9.3f %9.3f %9.3f %9.3f %12.0f\n", name, ms * r->step_s, ms * r->compute_s,
-                               ms * r->overlap_s, ms * r->exposed_s, ms * r->bubble_s, one * r->bytes);
+        hpmlc_append(&to, &length, "%s %9.3f %9.3f %9.3f %9.3f %9.3f %12.0f\n", name, ms * r->step_s,
+                     ms * r->compute_s, ms * r->overlap_s, ms * r->exposed_s, ms * r->bubble_s, one * r->bytes);
         if (i == count) break;
         sum.step_s += r->step_s;
         sum.compute_s += r->compute_s;
@@ -14225,9 +14292,9 @@ HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer,
         sum.bytes += r->bytes;
     }
     if (slowest >= 0)
-        at += (size_t)snprintf(at < size ? buffer + at : NULL, at < size ? size - at : 0, "  slowest: rank %d, which "
-                               "computes %.2f times as long as the others on average\n", slowest, times);
-    return (int)at;
+        hpmlc_append(&to, &length, "  slowest: rank %d, which computes %.2f times as long as the others on average\n",
+                     slowest, times);
+    return (int)length;
 }
 
 /* Writes to `text` a warning of an efficiency (fraction of a step without waiting) below one half, else ""; returns it.
@@ -14298,9 +14365,9 @@ HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size
         snprintf(forecast, sizeof forecast, "; forecast: step %.2f ms, %lld bytes, memory %.1f MB (measured %.1f)",
                  1e3 * d->predicted.step_s, (long long)d->predicted.rank_bytes, 1e-6 * (double)d->predicted.memory,
                  1e-6 * hpmlc_dist_memory(d));
-    return snprintf(buffer, size, "%d ranks (%s%s), %d buckets: step %.2f ms = compute %.2f + exposed %.2f; "
-                    "exchange %.2f ms, %.0f %% hidden; %.0f bytes a step and rank, %.1fx less than a ring of f32; "
-                    "efficiency %.0f %%%s%s",
+    return snprintf(buffer, buffer ? size : 0, "%d ranks (%s%s), %d buckets: step %.2f ms = compute %.2f + exposed "
+                    "%.2f; exchange %.2f ms, %.0f %% hidden; %.0f bytes a step and rank, %.1fx less than a ring of "
+                    "f32; efficiency %.0f %%%s%s",
                     d->all->size, d->all->t->name, axes, r.buckets, 1e3 * r.step_s, 1e3 * r.compute_s,
                     1e3 * r.exposed_s, 1e3 * r.comm_s, 100 * r.hidden, r.bytes, sums > 0 ? r.plain_bytes / sums : 1,
                     100 * r.efficiency, hpmlc_efficiency_warning(r.efficiency, low), forecast);
@@ -14804,7 +14871,7 @@ HPMLC_FN void hpmlc_mixing_row(hpml_topology topology, int p, uint64_t seed, int
 
 HPML_API void hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, int64_t step, double *w)
 {
-    for (int i = 0; i < p; i++) hpmlc_mixing_row(topology, p, seed, step, i, w + (size_t)i * (size_t)p);
+    for (int i = 0; w && i < p; i++) hpmlc_mixing_row(topology, p, seed, step, i, w + (size_t)i * (size_t)p);
 }
 
 /* Replaces this rank's array by the weighted sum of its and its neighbours' old arrays, which are added from the rank
@@ -17588,6 +17655,12 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net, int s
     return true;
 }
 
+/* Adds to a count of bytes, of many ranks and steps, which stays at the largest number. */
+HPMLC_FN void hpmlc_count(int64_t *sum, int64_t bytes)
+{
+    if (__builtin_add_overflow(*sum, bytes, sum)) *sum = INT64_MAX;
+}
+
 /* Returns the rank that is simulated in place of rank `rank` where hpmlc_sim_alike allows it: on several nodes with the
    same state, the rank at the same position in the first node; on a single node, where all ranks have the same state,
    rank 0. */
@@ -17613,9 +17686,9 @@ HPMLC_FN double hpmlc_sim_send(hpmlc_sim *s, int from, int to, int64_t bytes)
     bool    far  = s->program ? s->rank[from].far : s->node[from] != s->node[to];
     double  busy = (double)bytes * s->rate[far], start = s->clock[from];
     double *out = &s->out[hpmlc_sim_card(s, from, far)], *in = &s->in[hpmlc_sim_card(s, to, far)];
-    s->bytes[from] += bytes;
+    hpmlc_count(&s->bytes[from], bytes);
     s->messages[from]++;
-    if (far) s->between += bytes;
+    if (far) hpmlc_count(&s->between, bytes);
     if (busy <= 0 && s->latency[far] <= 0) return start;
     if (start < *out) start = *out;
     *out = start + busy;
@@ -17860,9 +17933,9 @@ HPMLC_FN void hpmlc_sim_ring(hpmlc_sim *s, int rounds)
         int64_t sent = ((all ? 2 * s->n - mine : s->n) - kept) * (int64_t)s->size;
         free_at[i] = out > in ? out : in;
         block[i] = block[i + p] = (double)(mine * (int64_t)s->size);
-        s->bytes[i] += sent;
+        hpmlc_count(&s->bytes[i], sent);
         s->messages[i] += rounds;
-        s->between += far ? sent : 0;
+        if (far) hpmlc_count(&s->between, sent);
     }
     int q = hpmlc_sim_period(s, s->n, free_at);
     if (q < p)
@@ -17939,8 +18012,8 @@ HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
             near_part += hpmlc_sim_block(s, to);
         }
         s->messages[r] += p - 1;
-        s->bytes[r] += (s->n - hpmlc_sim_block(s, r)) * (int64_t)s->size;
-        s->between += (s->n - near_part) * (int64_t)s->size;
+        hpmlc_count(&s->bytes[r], (s->n - hpmlc_sim_block(s, r)) * (int64_t)s->size);
+        hpmlc_count(&s->between, (s->n - near_part) * (int64_t)s->size);
     }
 }
 
@@ -18138,8 +18211,8 @@ HPML_API int hpml_simulate_text(const hpml_simulation *s, char *buffer, size_t s
 {
     char low[128];
     if (!s) return 0;
-    return snprintf(buffer, size, "%d buckets: step %.4g ms = compute %.4g + stragglers %.4g + exposed %.4g; exchange "
-                    "%.4g ms; efficiency %.0f %%%s", s->buckets, 1e3 * s->step_s, 1e3 * s->compute_s,
+    return snprintf(buffer, buffer ? size : 0, "%d buckets: step %.4g ms = compute %.4g + stragglers %.4g + exposed "
+                    "%.4g; exchange %.4g ms; efficiency %.0f %%%s", s->buckets, 1e3 * s->step_s, 1e3 * s->compute_s,
                     1e3 * s->straggle_s, 1e3 * s->exposed_s, 1e3 * s->comm_s, 100 * s->efficiency,
                     hpmlc_efficiency_warning(s->efficiency, low));
 }
@@ -18310,7 +18383,7 @@ HPMLC_FN void hpmlc_pipe_run(hpmlc_pipe_sim *s, hpml_pipe_simulation *out, hpml_
         int slots = 0;
         for (int c = 0; c < s->chunks; c++) slots += s->walk[r].slots[c];
         out->slots = (int32_t)hpmlc_max(out->slots, slots);
-        out->bytes += s->net.bytes[r];
+        hpmlc_count(&out->bytes, s->net.bytes[r]);
         out->compute_s = fmax(out->compute_s, busy[r]);
         all += busy[r];
     }
@@ -18342,7 +18415,7 @@ HPMLC_FN int hpmlc_pipe_extent(const hpml_pipe_span *spans, int count, double *e
 {
     int last = -1;
     *end = 0;
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; spans && i < count; i++) {
         if (last < spans[i].stage) last = spans[i].stage;
         if (*end < spans[i].end_s) *end = spans[i].end_s;
     }
@@ -18364,11 +18437,10 @@ HPMLC_FN char hpmlc_pipe_letter(const hpml_pipe_task *t)
 
 HPML_API int hpml_pipe_text(const hpml_pipe_span *spans, int count, int columns, char *buffer, size_t size)
 {
-    const hpmlc_text to = { buffer, size };
+    const hpmlc_text to = hpmlc_text_begin(buffer, size);
     double           end;
     size_t           length = 0;
     int              last = hpmlc_pipe_extent(spans, count, &end);
-    if (size > 0) buffer[0] = 0;
     for (int r = 0; r <= last && columns > 0; r++) {
         hpmlc_append(&to, &length, "%3d ", r);
         for (int column = 0; column < columns; column++) {
@@ -18389,12 +18461,11 @@ HPML_API int hpml_pipe_text(const hpml_pipe_span *spans, int count, int columns,
 HPML_API int hpml_pipe_svg(const hpml_pipe_span *spans, int count, const char *title, char *buffer, size_t size)
 {
     static const char *const colour[] = { "#77aadd", "#99ddaa", "#99ddaa", "#eedd88", "#ee8866" };
-    const hpmlc_text to = { buffer, size };
+    const hpmlc_text to = hpmlc_text_begin(buffer, size);
     double           end;
     size_t           length = 0;
     int              last = hpmlc_pipe_extent(spans, count, &end);
     double           scale = end > 0 ? 900 / end : 0;
-    if (size > 0) buffer[0] = 0;
     hpmlc_append(&to, &length, "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"1000\" height=\"%d\" "
                  "font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"1000\" height=\"%d\" fill=\"white\"/>\n"
                  "<text x=\"70\" y=\"20\">", 30 * last + 70, 30 * last + 70);
@@ -18402,7 +18473,7 @@ HPML_API int hpml_pipe_svg(const hpml_pipe_span *spans, int count, const char *t
     hpmlc_append(&to, &length, "</text>\n");
     for (int r = 0; r <= last; r++)
         hpmlc_append(&to, &length, "<text x=\"10\" y=\"%d\">stage %d</text>\n", 30 * r + 50, r);
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; spans && i < count; i++) {
         const hpml_pipe_span *s = &spans[i];
         double                x = 70 + scale * s->begin_s, width = scale * (s->end_s - s->begin_s);
         hpmlc_append(&to, &length, "<rect x=\"%.2f\" y=\"%d\" width=\"%.2f\" height=\"24\" fill=\"%s\" stroke=\"#555\" "
@@ -19934,6 +20005,7 @@ HPML_API const hpml_machine *hpml_machine_find(const char *name)
 HPML_API hpml_status hpml_machine_measure(hpml_ctx *ctx, hpml_machine *out)
 {
     const int64_t n = 256, bytes = (int64_t)16 << 20;
+    if (!out) return hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "machine: out is NULL; pass a struct for the result");
     memset(out, 0, sizeof *out);
     out->name = "this processor";
     float *a = (float *)hpml_ctx_alloc(ctx, 2 * (size_t)bytes, NULL), *b = a;
@@ -20047,8 +20119,8 @@ HPML_API bool hpml_fabric_measure(hpml_fabric_kind kind, int32_t nodes, hpml_fab
     int       width;
     const int n = (int)hpmlc_min(nodes, 4096);
     HPMLC_ZERO(hpml_fabric, f);
-    *out = f;
-    if (!hpml_fabric_name(kind) || nodes < 1) return false;
+    if (out) *out = f;
+    if (!out || !hpml_fabric_name(kind) || nodes < 1) return false;
     const int routers = hpmlc_fabric_routers(kind, n, &width);
     int      *far = (int *)malloc(2 * sizeof(int) * (size_t)routers);
     double    links = 0, sum = 0;
@@ -20076,8 +20148,10 @@ HPML_API bool hpml_fabric_measure(hpml_fabric_kind kind, int32_t nodes, hpml_fab
 HPML_API void hpml_machine_network(const hpml_machine *m, int32_t ranks, hpml_network *out)
 {
     hpml_fabric  f;
-    hpml_link   *far = &out->between;
-    *out = m->network;
+    HPMLC_ZERO(hpml_network, none);
+    if (out) *out = m ? m->network : none;
+    if (!m || !out) return;
+    hpml_link *far = &out->between;
     const int nodes = hpmlc_network_nodes(&m->network, (int)hpmlc_max(ranks, 1));
     if (nodes <= 1 || !hpml_fabric_measure(m->fabric, nodes, &f)) return;
     far->latency += (f.hops + 1) * m->router; /* on the way are f.hops links, one router more */
@@ -20091,8 +20165,10 @@ HPML_API int hpml_model_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_layer
 {
     const hpml_graph *g = hpml_trainer_graph(t);
     const int         ops = hpml_graph_op_count(g);
+    if (!out) return ops;
     memset(out, 0, sizeof *out);
     hpml_plan_facts_of(t, c, &out->facts);
+    if (!layer) capacity = 0;
     const double batch = (double)hpmlc_max(out->facts.batch, 1);
     for (int i = 0; i < ops && i < capacity; i++) {
         const hpml_node  *n = hpml_graph_op(g, i);
@@ -20150,11 +20226,10 @@ HPMLC_FN void hpmlc_roofline_row(const hpml_layer_facts *l, int count, const hpm
 HPML_API int hpml_roofline_text(const hpml_model_facts *facts, const hpml_machine *machine, int64_t samples,
                                 char *buffer, size_t size)
 {
-    const hpmlc_text to = { buffer, size };
+    const hpmlc_text to = hpmlc_text_begin(buffer, size);
     size_t           length = 0;
     HPMLC_ZERO(hpmlc_roofline, all);
-    if (size > 0) buffer[0] = 0;
-    if (!facts || !machine || samples < 1) return 0;
+    if (!facts || !facts->layer || !machine || samples < 1) return 0;
     hpmlc_append(&to, &length, "%-20s %5s %10s %10s %9s %10s  binds\n", "layer", "times", "MFLOP", "MB", "FLOP/B",
                  "us");
     for (int i = 0; i < facts->layers; i++) {
@@ -20642,14 +20717,16 @@ HPMLC_FN hpml_status hpmlc_forecast_check(const hpml_plan *plan, const hpml_mode
                             "large or no fabric", m->name ? m->name : "");
     for (int i = 0; i < f->layers; i++) {
         const hpml_layer_facts *l = &f->layer[i];
+        const double many = (double)hpmlc_max(f->facts.batch, 1) / 1e3; /* below 1e15 floats in a layer's messages */
         const double all[] = { l->forward_s, l->backward_s, l->flops / 1e12, l->bytes / 1e12, (double)l->rows / 1e6,
-                               (double)hpmlc_max(l->rows, 1) * (double)l->cols, (double)l->edge / 1e6,
-                               (double)l->kept / 1e6, (double)l->forward_sum / 1e6, (double)l->backward_sum / 1e6,
-                               (double)l->pass / 1e6, (double)l->swap / 1e6 };
+                               (double)hpmlc_max(l->rows, 1) * (double)l->cols, many * (double)l->edge,
+                               (double)l->kept / 1e6, many * (double)l->forward_sum, many * (double)l->backward_sum,
+                               many * (double)l->pass, many * (double)l->swap };
         for (size_t k = 0; k < sizeof all / sizeof all[0]; k++)
             if (!HPMLC_GOOD(all[k]))
                 return hpmlc_refuse(to, wrong, "forecast: layer %d \"%s\" has a negative number, a NaN or one too "
-                                    "large", i, l->name ? l->name : "");
+                                    "large with %lld samples (.facts.batch); the most are 1e15 floats in a message", i,
+                                    l->name ? l->name : "", (long long)f->facts.batch);
         if (l->flops > 0 && l->forward_s <= 0 && m->flops <= 0)
             return hpmlc_refuse(to, wrong, "forecast: layer %d \"%s\" has operations and no seconds, and the machine "
                                 "no .flops; give one of them", i, l->name ? l->name : "");
@@ -20708,7 +20785,7 @@ HPMLC_FN hpml_status hpmlc_forecast_memory(hpmlc_maker *k, int64_t *out, const h
         if (hpmlc_plan_packs(k->p) && !k->p->codec.no_feedback) bytes += floats;
         most = fmax(most, 4 * bytes + hpmlc_stage_kept(k, k->stage));
     }
-    *out = k->f->planned && whole ? (int64_t)k->f->planned->total : (int64_t)most;
+    *out = k->f->planned && whole ? (int64_t)k->f->planned->total : (int64_t)fmin(most, 9e18);
     if (k->m->memory <= 0 || *out <= k->m->memory) return HPML_OK;
     return hpmlc_refuse(to, HPML_ERR_MEMORY, "forecast: a rank needs %.2f GB and has %.2f GB on \"%s\"; take shard, "
                         "recompute, pipe or tensor, or a smaller batch", 1e-9 * (double)*out,
@@ -20738,11 +20815,12 @@ HPMLC_FN void hpmlc_forecast_read(const hpmlc_maker *k, hpml_prediction *out)
     if (out->term_s[out->decides] < 0.1 * out->term_s[HPML_TERM_COMPUTE]) out->decides = HPML_TERM_COMPUTE;
     for (int r = 0, a = 0; r < y->unit; r++) {
         int64_t sent = 0;
-        for (int i = 0; i < y->net.streams; i++) sent += y->net.bytes[a++];
+        for (int i = 0; i < y->net.streams; i++) hpmlc_count(&sent, y->net.bytes[a++]);
         out->rank_bytes = hpmlc_max(out->rank_bytes, sent);
     }
     out->rank_bytes /= all;
-    out->between_bytes = y->net.between / all * (y->ranks / y->unit);
+    if (__builtin_mul_overflow(y->net.between / all, (int64_t)(y->ranks / y->unit), &out->between_bytes))
+        out->between_bytes = INT64_MAX;
     out->bubble  = out->step_s > 0 ? out->term_s[HPML_TERM_BUBBLE] / out->step_s : 0;
     const double shares = hpmlc_plan_workers(k->p, y->ranks);
     out->samples_s = out->step_s > 0 ? (double)k->samples * shares / out->step_s : 0;
@@ -20834,9 +20912,8 @@ HPML_API hpml_status hpml_forecast(const hpml_plan *plan, const hpml_model_facts
 
 HPML_API int hpml_prediction_text(const hpml_prediction *p, char *buffer, size_t size)
 {
-    const hpmlc_text to = { buffer, size };
+    const hpmlc_text to = hpmlc_text_begin(buffer, size);
     size_t           length = 0;
-    if (size > 0) buffer[0] = 0;
     if (!p) return 0;
     hpmlc_append(&to, &length, "step %.4g ms =", 1e3 * p->step_s);
     for (int t = 0; t < HPML_TERM_COUNT; t++)
@@ -21081,11 +21158,10 @@ HPML_API int hpml_search(const hpml_search_desc *desc, const hpml_model_facts *f
 
 HPML_API int hpml_search_text(const hpml_found *found, int count, char *buffer, size_t size)
 {
-    const hpmlc_text to = { buffer, size };
+    const hpmlc_text to = hpmlc_text_begin(buffer, size);
     char             text[500];
     size_t           length = 0;
     int              term = 0;
-    if (size > 0) buffer[0] = 0;
     for (int i = 0; found && i < count && i < 2; i++) {
         hpml_plan_text(&found[i].plan, false, text, sizeof text);
         hpmlc_append(&to, &length, "%s: %s\n", i == 0 ? "best" : "second", *text ? text : "data alone");

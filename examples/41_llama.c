@@ -98,6 +98,7 @@ static hpml_status load_model(hpml_ctx *ctx, model *m, const char *folder, int64
 {
     const llama_config *c = &m->config;
     const int64_t       blocks = (n + BLOCK - 1) / BLOCK * BLOCK, S = blocks > end ? blocks : end;
+    if (llama_check_shapes(ctx, folder, c) != HPML_OK) return hpml_ctx_status(ctx);
     m->cache = (hpml_tensor **)hpml_ctx_alloc(ctx, (size_t)c->layers * sizeof *m->cache, NULL);
     for (int64_t i = 0; i < c->layers && m->cache; i++)
         m->cache[i] = hpml_tensor_create_3d(ctx, 1, S, 2 * c->kv_heads * c->head_width);

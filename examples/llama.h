@@ -116,22 +116,113 @@ static hpml_status llama_read_config(hpml_ctx *ctx, const char *folder, llama_co
     return hpml_ctx_status(ctx);
 }
 
+/* The name of the file that has this parameter, a string in the index; NULL: the context has an error. */
+static const char *llama_file_of(const json_file *index, const char *name)
+{
+    const char *file = json_member(json_member(index->root, "weight_map"), name);
+    if (file && *file == '"' && strcspn(file, "/\\") >= (size_t)(json_end(file, 0) - file)) return file;
+    hpml_ctx_fail(index->ctx, HPML_ERR_FORMAT, "%s: weight_map names no file of this folder for \"%s\"", index->path,
+                  name);
+    return NULL;
+}
+
+typedef struct llama_files { /* the files with the parameters, of which one is open */
+    hpml_ctx         *ctx;
+    const char       *folder;
+    json_file         index;
+    bool              is_indexed; /* false: there is only model.safetensors */
+    char              path[1024];
+    hpml_safetensors *open; /* the file `path`, NULL: none */
+} llama_files;
+
+/* Reads the index, if there is one; false: the context has an error. */
+static bool llama_open(llama_files *f, hpml_ctx *ctx, const char *folder)
+{
+    memset(f, 0, sizeof *f);
+    f->ctx = ctx, f->folder = folder;
+    snprintf(f->path, sizeof f->path, "%s/model.safetensors.index.json", folder);
+    f->is_indexed = access(f->path, R_OK) == 0;
+    return !f->is_indexed || json_open(&f->index, ctx, folder, "model.safetensors.index.json");
+}
+
+/* Opens the file that has this parameter, unless it is the open one; false: the context has an error. */
+static bool llama_turn_to(llama_files *f, const char *name)
+{
+    char        path[1024];
+    const char *file = f->is_indexed ? llama_file_of(&f->index, name) : "\"model.safetensors\"";
+    if (!file) return false;
+    snprintf(path, sizeof path, "%s/%.*s", f->folder, (int)(json_end(file, 0) - file) - 2, file + 1);
+    if (f->open && strcmp(path, f->path) == 0) return true;
+    hpml_safetensors_close(f->open);
+    snprintf(f->path, sizeof f->path, "%s", path);
+    f->open = hpml_safetensors_open(f->ctx, path);
+    return f->open != NULL;
+}
+
+/* Fails unless the files have an array of this name and of rows x columns or, with columns 0, of rows numbers. */
+static bool llama_expect(llama_files *f, const char *name, int64_t rows, int64_t columns)
+{
+    hpml_safetensor e;
+    char            shape[HPML_MAX_DIMS * 21 + 1] = "", wanted[44];
+    const int       ndim = columns > 0 ? 2 : 1;
+    if (!llama_turn_to(f, name)) return false;
+    if (!hpml_safetensors_find(f->open, name, &e)) {
+        hpml_ctx_fail(f->ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\", which config.json asks for", f->path, name);
+        return false;
+    }
+    if (e.ndim == ndim && e.shape[0] == rows && (ndim == 1 || e.shape[1] == columns)) return true;
+    for (int i = 0, n = 0; i < e.ndim; i++)
+        n += snprintf(shape + n, sizeof shape - (size_t)n, "%s%lld", i > 0 ? "x" : "", (long long)e.shape[i]);
+    const int length = snprintf(wanted, sizeof wanted, "%lld", (long long)rows);
+    if (ndim == 2) snprintf(wanted + length, sizeof wanted - (size_t)length, "x%lld", (long long)columns);
+    hpml_ctx_fail(f->ctx, HPML_ERR_SHAPE, "\"%s\": \"%s\" is %s, config.json expects %s; take both files from the same "
+                  "model", f->path, name, shape, wanted);
+    return false;
+}
+
+/* Compares the shapes of a layer's matrices with config.json. */
+static bool llama_expect_layer(llama_files *f, const llama_config *c, int64_t layer)
+{
+    const int64_t queries = c->heads * c->head_width, keys = c->kv_heads * c->head_width;
+    const struct {
+        const char *name;
+        int64_t     rows, columns;
+    } array[] = { { "input_layernorm", c->width, 0 }, { "self_attn.q_proj", queries, c->width },
+                  { "self_attn.k_proj", keys, c->width }, { "self_attn.v_proj", keys, c->width },
+                  { "self_attn.o_proj", c->width, queries }, { "mlp.gate_proj", c->inner, c->width },
+                  { "mlp.up_proj", c->inner, c->width }, { "mlp.down_proj", c->width, c->inner } };
+    for (size_t i = 0; i < sizeof array / sizeof *array; i++) {
+        char name[64];
+        snprintf(name, sizeof name, "model.layers.%lld.%s.weight", (long long)layer, array[i].name);
+        if (!llama_expect(f, name, array[i].rows, array[i].columns)) return false;
+    }
+    return true;
+}
+
+/* Compares config.json with the shapes in the files, before memory is taken for a model of config.json's sizes, which
+   may be wrong and huge. */
+static hpml_status llama_check_shapes(hpml_ctx *ctx, const char *folder, const llama_config *c)
+{
+    llama_files f;
+    bool        fits = llama_open(&f, ctx, folder);
+    fits = fits && llama_expect(&f, "model.embed_tokens.weight", c->vocabulary, c->width);
+    for (int64_t i = 0; i < c->layers && fits; i++) fits = llama_expect_layer(&f, c, i);
+    if (fits && !c->tied) llama_expect(&f, "lm_head.weight", c->vocabulary, c->width);
+    hpml_safetensors_close(f.open);
+    free(f.index.text);
+    return hpml_ctx_status(ctx);
+}
+
 /* Loads the parameters of a model in several files, named in model.safetensors.index.json: each file has its own ones,
    and leaves the others as they are. */
 static void llama_load_parts(hpml_ctx *ctx, const char *folder, const json_file *index)
 {
-    const char  *files = json_member(index->root, "weight_map");
     const int    n = hpml_param_count(ctx);
     const char **of = (const char **)calloc((size_t)n, sizeof *of); /* the file of each parameter, in the index */
     hpml_rename *others = (hpml_rename *)calloc((size_t)n, sizeof *others);
     if (!of || !others) hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "%s: no memory", index->path);
-    for (int i = 0; i < n && hpml_ctx_status(ctx) == HPML_OK; i++) {
-        const char *name = hpml_param_at(ctx, i)->name;
-        of[i] = json_member(files, name);
-        if (!of[i] || *of[i] != '"' || strcspn(of[i], "/\\") < (size_t)(json_end(of[i], 0) - of[i]))
-            hpml_ctx_fail(ctx, HPML_ERR_FORMAT, "%s: weight_map names no file of this folder for \"%s\"", index->path,
-                          name);
-    }
+    for (int i = 0; i < n && hpml_ctx_status(ctx) == HPML_OK; i++)
+        of[i] = llama_file_of(index, hpml_param_at(ctx, i)->name);
     for (int i = 0; i < n && hpml_ctx_status(ctx) == HPML_OK; i++) {
         const int      length = (int)(json_end(of[i], 0) - of[i]) - 2;
         char           path[1024];
@@ -152,16 +243,12 @@ static void llama_load_parts(hpml_ctx *ctx, const char *folder, const json_file 
 /* Loads the parameters of the context: from model.safetensors, or from the files that its index names. */
 static hpml_status llama_load_params(hpml_ctx *ctx, const char *folder)
 {
-    char      path[1024];
-    json_file index;
-    snprintf(path, sizeof path, "%s/model.safetensors.index.json", folder);
-    if (access(path, R_OK) == 0) {
-        if (json_open(&index, ctx, folder, "model.safetensors.index.json")) llama_load_parts(ctx, folder, &index);
-        free(index.text);
-        return hpml_ctx_status(ctx);
-    }
-    snprintf(path, sizeof path, "%s/model.safetensors", folder);
-    return hpml_params_load(ctx, path);
+    llama_files f;
+    if (llama_open(&f, ctx, folder) && f.is_indexed) llama_load_parts(ctx, folder, &f.index);
+    free(f.index.text);
+    if (f.is_indexed) return hpml_ctx_status(ctx);
+    snprintf(f.path, sizeof f.path, "%s/model.safetensors", folder);
+    return hpml_params_load(ctx, f.path);
 }
 
 /* Reads ids with spaces or commas between them; returns how many, -1: the context has an error. */

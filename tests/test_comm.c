@@ -1853,6 +1853,80 @@ TEST(bad_calls_are_refused)
         }
 }
 
+/* Calls without an argument that the function needs, each with what it returns or leaves alone. */
+static hpml_status call_with_null(hpml_comm *c, void *user)
+{
+    hpml_ctx               *ctx = hpml_comm_ctx(c);
+    hpml_tensor            *in  = hpml_input_2d(ctx, 4, 3);
+    hpml_trainer           *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in,
+                                                                                 .output = hpml_linear(in, 2, NULL) });
+    hpml_distributed       *d   = hpml_distribute(t, c, NULL);
+    const hpml_plan         none = { 0 };
+    hpml_plan               plan = { .delayed = true, .period = 7 }, out = plan;
+    const hpml_plan_facts   facts = { .ranks = 4, .batch = 8 };
+    const hpml_gradient     tensors[] = { { .rows = 3, .cols = 5 }, { .rows = 1, .cols = 1 } };
+    const hpml_pipe_span    span = { .end_s = 1 };
+    const hpml_step_row     row = { .step = 1 };
+    const hpml_simulation   simulation = { 0 };
+    const hpml_prediction   prediction = { 0 };
+    const hpml_found        found = { .prediction.step_s = 1 };
+    const hpml_machine     *machine = hpml_machine_at(0);
+    const hpml_layer_facts  layer = { .name = "a", .flops = 1 };
+    const hpml_model_facts  model = { .layers = 1, .layer = &layer }, bare = { .layers = 1 };
+    hpml_layer_facts        layers[8];
+    hpml_model_facts        read;
+    hpml_network            network = { .ranks_per_node = 3 };
+    hpml_cluster            cluster;
+    int32_t                 server[2];
+    int64_t                 floats[2];
+    char                    text[64] = "";
+    float                   x = 0;
+    hpml_cluster_parse("worker=abc", &cluster, NULL, 0);
+#define EXPECT(call) \
+    if (!(call)) ++*(int *)user, printf("    %s\n", #call)
+    EXPECT(hpml_plan_text(&plan, false, NULL, 64) == (int)strlen("delayed=1,period=7"));
+    EXPECT(hpml_plan_differs(&none, &plan, NULL, 64) == 2);
+    EXPECT((hpml_plan_resolve(NULL, &facts, &out), out.period == 0 && out.history == 0));
+    EXPECT((hpml_plan_resolve(&plan, NULL, &out), out.period == 7 && out.history == 0));
+    EXPECT((hpml_plan_resolve(&plan, &facts, NULL), plan.history == 0));
+    EXPECT(!hpml_plan_next(NULL, &facts));
+    EXPECT(!hpml_plan_next(&plan, NULL) && plan.period == 7);
+    EXPECT((hpml_plan_facts_of(t, c, NULL), true));
+    EXPECT(hpml_cluster_address(&cluster, 0, NULL, 64) == 3);
+    EXPECT((hpml_place_round_robin(NULL, 2, 2, server, floats), server[0] == 0 && server[1] == 1 && floats[0] == 0));
+    EXPECT((hpml_place_round_robin(tensors, 2, 2, NULL, floats), floats[0] == 15 && floats[1] == 1));
+    EXPECT((hpml_mixing_matrix(HPML_TOPOLOGY_RING, 4, 1, 0, NULL), true));
+    EXPECT(hpml_pipe_text(NULL, 1, 10, text, sizeof text) == 0);
+    EXPECT(hpml_pipe_text(&span, 1, 10, NULL, 64) == 4 + 10 + 1);
+    EXPECT(hpml_pipe_svg(NULL, 1, "", text, sizeof text) > 0 && hpml_pipe_svg(&span, 1, "", NULL, 64) > 0);
+    EXPECT(hpml_steps_slowest(NULL, 1, NULL) == -1);
+    EXPECT(hpml_steps_text(NULL, 1, text, sizeof text) > 0 && hpml_steps_text(&row, 1, NULL, 64) > 0);
+    EXPECT(hpml_simulate_text(&simulation, NULL, 64) > 0);
+    EXPECT(hpml_prediction_text(&prediction, NULL, 64) > 0 && hpml_search_text(&found, 1, NULL, 64) > 0);
+    EXPECT(hpml_roofline_text(&model, machine, 1, NULL, 64) > 0);
+    EXPECT(hpml_roofline_text(&bare, machine, 1, text, sizeof text) == 0);
+    EXPECT(hpml_distribute_text(d, NULL, 64) > 0 && hpml_distribute_json(d, NULL, NULL, 64) > 0);
+    EXPECT(!hpml_fabric_measure(HPML_FABRIC_RING, 4, NULL));
+    EXPECT((hpml_machine_network(NULL, 4, &network), network.ranks_per_node == 0));
+    EXPECT((hpml_machine_network(machine, 4, NULL), true));
+    EXPECT(hpml_model_facts_of(t, c, NULL, 8, &read) > 0 && read.layers == 0);
+    EXPECT(hpml_model_facts_of(t, c, layers, 8, NULL) > 0);
+    EXPECT((hpml_comm_counters(c, NULL), true));
+    EXPECT(hpml_isend(NULL, 0, 1, &x, 4, NULL) == HPML_ERR_ARGUMENT && hpml_ctx_status(ctx) == HPML_OK);
+    EXPECT(hpml_machine_measure(ctx, NULL) == HPML_ERR_ARGUMENT && strstr(hpml_ctx_error(ctx), "out is NULL"));
+    hpml_ctx_clear_error(ctx);
+    EXPECT(hpml_irecv(c, 0, 1, &x, 4, NULL) == HPML_ERR_ARGUMENT && strstr(hpml_ctx_error(ctx), "m is NULL"));
+#undef EXPECT
+    return hpml_ctx_status(ctx);
+}
+TEST(without_a_needed_argument_nothing_is_done)
+{
+    hpml_launch_desc d = { .ranks = 1, .ctx = { .threads = 1 } };
+    int              wrong = 0;
+    ENSURE(hpml_launch(&d, call_with_null, &wrong, error, sizeof error) == HPML_ERR_ARGUMENT && wrong == 0);
+    ENSURE(strstr(error, "receive from 0: m is NULL; pass a struct for the message"));
+}
+
 static hpml_status receive_twice(hpml_comm *c, void *user)
 {
     float        x[2] = { 0 };

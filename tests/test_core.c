@@ -353,6 +353,15 @@ TEST(a_call_without_an_object_does_nothing)
     hpml_packing_decode(NULL, &x, &x, 1);
     hpml_packing_decode_add(&none, &x, &x, 1);
     ENSURE(x == 1 && d.lr == 3);
+    hpml_rng rng = { .seed = 1 };
+    uint32_t word = 7;
+    ENSURE(hpml_rng_u32(NULL) == 0 && hpml_rng_uniform(NULL) == 0 && hpml_rng_normal(NULL) == 0);
+    ENSURE(hpml_rng_below(NULL, 9) == 0);
+    hpml_rng_fill_u32(NULL, &word, 1);
+    hpml_rng_fill_u32(&rng, NULL, 1);
+    hpml_rng_fill_uniform(NULL, &x, 1);
+    hpml_rng_fill_normal(NULL, &x, 1);
+    ENSURE(word == 7 && x == 1 && rng.counter == 0);
 }
 
 /* The nodes of a planned graph cannot be planned by another graph; hpml_trainer_memory releases its nodes. */

@@ -394,6 +394,17 @@ check "a parameter that the file lacks is an error" \
     '[ $? -eq 1 ] && says "llama/model.safetensors.*: no tensor .model.layers.2.input_layernorm.weight"'
 llama 's/"intermediate_size": 48/"intermediate_size": 40/' --ids 1 --length 9
 check "a parameter of another shape is an error" '[ $? -eq 1 ] && says "gate_proj.weight. is 48x32.* expects 40x32"'
+# Sizes that the files do not have are refused before memory is taken for them: 2 GB of addresses are enough.
+while IFS='=' read -r edit message; do
+    (ulimit -v 2000000; llama "$edit" --ids 1 --length 9 --threads 1; exit $?)
+    check "config.json after $edit is refused" '[ $? -eq 1 ] && says "^error: .*: .*$message"'
+done <<'T'
+s/"vocab_size": 450/"vocab_size": 16777216/="model.embed_tokens.weight" is 450x32, config.json expects 16777216x32
+s/"hidden_size": 32/"hidden_size": 16777216, "head_dim": 8/=is 450x32, config.json expects 450x16777216
+s/"num_a.*": 4, "num.*": 2/"num_attention_heads": 16777216, "head_dim": 1024/=q_proj.* expects 17179869184x32
+s/"intermediate_size": 48/"intermediate_size": 16777216/="model.layers.0.mlp.gate_proj.* expects 16777216x32
+s/"num_hidden_layers": 2/"num_hidden_layers": 1000/=no tensor "model.layers.2.input_layernorm.weight", which config
+T
 build/41_llama "$tmp/mistral" --ids "7 30" --length 15 >"$tmp/out" 2>&1
 check "more than a sliding window is an error" \
     '[ $? -eq 1 ] && says "sliding_window is 16; .* 2 tokens and --length 15"'

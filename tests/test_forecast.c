@@ -1306,6 +1306,29 @@ TEST(thousands_of_ranks)
     ENSURE(seconds < 10);
 }
 
+/* A count of bytes stays at the largest integer, about 9e18: that of the memory, of all played steps, of a step. */
+TEST(bytes_do_not_overflow)
+{
+    enum { LAYERS = 65536 };
+    hpml_layer_facts *layer = (hpml_layer_facts *)calloc(LAYERS, sizeof *layer);
+    hpml_model_facts  f = { .layers = 1, .layer = layer };
+    hpml_machine      m = { .flops = 1e9, .network = { .ranks_per_node = 1, .between = { 1e-6, 1e9 } } };
+    hpml_plan         async = { .strategy = HPML_STRATEGY_ASYNC, .servers = 1 };
+    hpml_plan         ring = { .algorithm = HPML_RING, .bucket_bytes = INT64_MAX / 2 };
+    hpml_prediction   out;
+    layer[0].forward_s = 1, layer[0].cols = 4, layer[0].kept = 1000000000;
+    f.facts.ranks = 4, f.facts.batch = 30000000000;
+    ENSURE(hpml_forecast(&async, &f, &m, &out, NULL, 0) == HPML_OK && out.memory > INT64_MAX / 2);
+    for (int i = 0; i < LAYERS; i++) layer[i] = (hpml_layer_facts){ .forward_s = 1, .cols = 1000000000000 };
+    f.layers = LAYERS, f.facts.batch = 1;
+    f.facts.ranks = 64; /* all are played, for 3 steps */
+    ENSURE(hpml_forecast(&ring, &f, &m, &out, NULL, 0) == HPML_OK && out.between_bytes == INT64_MAX / 3);
+    f.facts.ranks = 128; /* one is played */
+    ENSURE(hpml_forecast(&ring, &f, &m, &out, NULL, 0) == HPML_OK && out.between_bytes == INT64_MAX);
+    ENSURE(out.rank_bytes > INT64_MAX / 32 && out.memory > INT64_MAX / 32);
+    free(layer);
+}
+
 TEST(errors)
 {
     hpml_layer_facts layer[2] = { { .name = "a", .flops = 1, .cols = 4 }, { .name = "b", .flops = 1, .cols = 4 } };
@@ -1338,6 +1361,10 @@ TEST(errors)
     REFUSED(m.memory = 10, m.memory = 0, "a rank needs");
     REFUSED(m.network.inside.latency = NAN, m.network.inside.latency = 0, "NaN");
     REFUSED(m.network.between.bandwidth = 1e-300, m.network.between.bandwidth = 0, "near 0");
+    layer[1].forward_sum = 1000000000;
+    REFUSED((p.tensor = 2, f.facts.batch = 30000000000), (p.tensor = 0, f.facts.batch = 8),
+            "layer 1 \"b\" has a negative number, a NaN or one too large with 30000000000 samples");
+    layer[1].forward_sum = 0;
     hpml_found found[1];
     m.memory = 10;
     ENSURE(hpml_search(NULL, &f, &m, found, 1, NULL, why, sizeof why) == -1 && strstr(why, "no plan is possible"));

@@ -277,6 +277,62 @@ TEST_PLAIN(inner_steps_use_an_exchange_better)
     ENSURE(inner.loss < plain.loss && plain.loss < 0.69);
 }
 
+/* An allocator for all ranks, which counts bytes and fails at one call of one rank. */
+typedef struct scarce {
+    int            victim; /* rank */
+    int64_t        fail_at, calls; /* of the victim's calls while it is armed: the one that fails; their number */
+    int64_t        live;   /* bytes allocated now, by all ranks */
+    bool           armed;
+    pthread_t      thread; /* the victim's */
+} scarce;
+
+static void *scarce_alloc(size_t size, size_t align, void *user)
+{
+    scarce *s = (scarce *)user;
+    void   *p = NULL;
+    if (__atomic_load_n(&s->armed, __ATOMIC_ACQUIRE) && pthread_equal(s->thread, pthread_self()) &&
+        ++s->calls == s->fail_at)
+        return NULL;
+    if (posix_memalign(&p, align, size) != 0) return NULL;
+    __atomic_add_fetch(&s->live, (int64_t)size, __ATOMIC_RELAXED);
+    return p;
+}
+
+static void scarce_free(void *p, size_t size, void *user)
+{
+    __atomic_sub_fetch(&((scarce *)user)->live, (int64_t)size, __ATOMIC_RELAXED);
+    free(p);
+}
+
+static hpml_status open_hogwild(hpml_comm *c, void *user)
+{
+    scarce       *s   = (scarce *)user;
+    hpml_ctx     *ctx = hpml_comm_ctx(c);
+    hpml_tensor  *in  = hpml_input_2d(ctx, 4, 10);
+    hpml_trainer *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in,
+                                                                       .output = hpml_linear(in, 5, NULL) });
+    if (hpml_comm_rank(c) == s->victim) {
+        s->thread = pthread_self();
+        __atomic_store_n(&s->armed, true, __ATOMIC_RELEASE);
+    }
+    hpml_distribute_free(hpml_distribute(t, c, &(hpml_plan){ .strategy = HPML_STRATEGY_HOGWILD }));
+    return hpml_ctx_status(ctx);
+}
+
+/* Whichever rank runs out of memory, and wherever in hpml_distribute, no memory is left when all ranks have ended. */
+TEST(out_of_memory_leaves_nothing)
+{
+    for (int victim = 0; victim < 3; victim++)
+        for (int64_t fail_at = 1, last = 0; fail_at <= last + 1; fail_at++) {
+            scarce           s = { .victim = victim, .fail_at = fail_at };
+            hpml_launch_desc l = { .ranks = 3, .ctx = { .threads = 1,
+                                                        .allocator = { scarce_alloc, scarce_free, &s } } };
+            hpml_status      status = hpml_launch(&l, open_hogwild, &s, NULL, 0);
+            ENSURE(s.live == 0 && (status == HPML_OK) == (s.calls < fail_at));
+            if (s.calls >= fail_at) last = fail_at;
+        }
+}
+
 TEST(hogwild_is_refused_in_virtual_time)
 {
     race r = { .epochs = 1 };

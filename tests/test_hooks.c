@@ -585,6 +585,13 @@ TEST(sparse_tables_that_cannot_be_are_errors)
     const int32_t far[] = { TABLE };
     ENSURE_ERROR(ctx, !hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = y }), HPML_ERR_UNSUPPORTED,
                  "reads the table \"e.weight\" of a sparse embedding");
+    hpml_tensor *late = hpml_embedding(x, TABLE, WIDTH, &(hpml_embedding_desc){ .name = "late" });
+    hpml_tensor *z = hpml_linear(h, TABLE, &(hpml_linear_desc){ .weight = e }); /* after `late`, in a graph as well */
+    hpml_tensor *both = hpml_add(hpml_mean(late, HPML_ALL_DIMS), hpml_mean(z, HPML_ALL_DIMS));
+    ENSURE_ERROR(ctx, !hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = both }), HPML_ERR_UNSUPPORTED,
+                 "reads the table \"e.weight\" of a sparse embedding");
+    late = hpml_param_find(ctx, "late.weight"); /* the graph that failed has no gradient of this table */
+    ENSURE(hpml_embedding(x, TABLE, WIDTH, &(hpml_embedding_desc){ .weight = late, .sparse = true }));
     hpml_tensor *dense = hpml_embedding(x, TABLE, WIDTH, &(hpml_embedding_desc){ .name = "dense" });
     ENSURE(hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = hpml_mean(dense, HPML_ALL_DIMS) }));
     hpml_tensor *planned = hpml_param_find(ctx, "dense.weight");
