@@ -2674,10 +2674,11 @@ typedef struct hpmli_kernels {
     void (*conv_taps)(const hpmli_conv_taps *d, float *y, const float *x, const float *w, const float *start);
     void (*conv_dots)(const hpmli_conv_taps *d, float *dw, const float *x, const float *dy);
     void (*conv_pairs)(const hpmli_conv_copy *d, float *even, float *odd, float *x, bool join, int accumulate);
-    /* Sets y to the n maxima of the 2 x 2 windows in the rows at x and x + width, and `at` to the position of each
-       maximum in its window, 0 to 3. */
-    void (*max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n);
-    void (*max_pool_row_back)(float *dx, const float *at, const float *dy, int64_t width, int64_t n, bool accumulate);
+    /* Sets y to the maxima of `rows` rows of n windows of 2 x 2 numbers each in x, whose rows are `width` floats apart,
+       and `at`, unless NULL, to the position of each maximum in its window, 0 to 3; the gradient of that. */
+    void (*max_pool)(float *y, float *at, const float *x, int64_t width, int64_t rows, int64_t n);
+    void (*max_pool_back)(float *dx, const float *at, const float *dy, int64_t width, int64_t rows, int64_t n,
+                          bool accumulate);
     /* Returns the CRC-32C of a string to which n bytes are appended; crc: that of the string before, 0 if empty. */
     uint32_t (*crc32c)(uint32_t crc, const void *bytes, size_t n);
 } hpmli_kernels;
@@ -10676,17 +10677,15 @@ HPMLI_FN void hpmli_window(const hpml_node *n, int i, int64_t o, int64_t *from, 
 }
 
 /* Max-pools a plane (a channel of an image) by 2 x 2 windows with stride 2; if w->back, runs the backward pass of this.
-   Forward, a kernel computes a row of the result and, for a backward pass, saves which pixel of each window won. */
+   Forward saves, for a backward pass, which pixel of each window is the maximum. */
 HPMLI_FN void hpmli_max_pool_2x2(const hpmli_work *w, int64_t plane)
 {
     const hpml_tensor *x = w->n->src[0], *y = w->n->out;
     int64_t            H = x->shape[2], W = x->shape[3], OH = y->shape[2], OW = y->shape[3];
-    for (int64_t row = 0; row < OH; row++) {
-        int64_t from = (plane * H + row * 2) * W, to = (plane * OH + row) * OW;
-        float  *won  = w->n->saved ? (float *)w->n->saved + to : NULL;
-        if (HPMLI_BACK(w)) w->k->max_pool_row_back(x->grad + from, won, y->grad + to, W, OW, w->n->accumulate[0]);
-        else w->k->max_pool_row(y->data + to, won, x->data + from, W, OW);
-    }
+    int64_t            from = plane * H * W, to = plane * OH * OW;
+    float             *at   = w->n->saved ? (float *)w->n->saved + to : NULL;
+    if (HPMLI_BACK(w)) w->k->max_pool_back(x->grad + from, at, y->grad + to, W, OH, OW, w->n->accumulate[0]);
+    else w->k->max_pool(y->data + to, at, x->data + from, W, OH, OW);
 }
 
 /* Pools a plane (a channel of an image). Backward adds dy at the saved places of maxima, or spreads it over windows. */
@@ -23657,49 +23656,55 @@ HPMLI_KERNEL void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *p
             }
     }
 }
-/* Loads one corner of each of n adjacent windows of 2 x 2 pixels. q: the corner; 0 and 1 are in the image row at x, 2
-   and 3 in the row below, at x + width. */
 #endif
-HPMLI_VEC_INLINE HV(f32) HV(pool_corner)(const float *x, int64_t width, int q, int64_t n)
+/* Sets the lanes of *best to those of v, and those of *from to `number`, where v is larger or NaN and *best is not NaN:
+   so the first of equal maxima stays, and the first NaN. */
+HPMLI_VEC_INLINE void HV(pool_take)(HV(f32) *best, HV(f32) *from, HV(f32) v, float number)
 {
-    const float *p = x + q / 2 * width;
-    HV(f32) a = HV(load_upto)(p, 2 * n);
-    HV(f32) b = 2 * n > HV_LANES ? HV(load_upto)(p + HV_LANES, 2 * n - HV_LANES) : HV(zero)();
-    return q % 2 ? HV(odd_lanes)(a, b) : HV(even_lanes)(a, b);
+    *from = HV(if_eq)(*best, *best, HV(if_ge)(*best, v, *from, HV(set1)(number)), *from);
+    *best = HV(if_eq)(*best, *best, HV(if_ge)(*best, v, *best, v), *best);
 }
-/* Stores the maxima of n adjacent windows of 2 x 2 pixels in y and, in `at` (unless NULL), for each window the corner
-   (0, 1: in the image row at x; 2, 3: in the row below, at x + width) of the first of equal maxima, or NaN. */
-HPMLI_KERNEL void HV(max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n)
+/* Loads `lanes` pairs of adjacent numbers of a row of pixels: their left and their right ones. */
+HPMLI_VEC_INLINE void HV(pool_pairs)(const float *x, int64_t lanes, HV(f32) *left, HV(f32) *right)
 {
-    HV_LOOP(n) {
-        HV(f32) best = HV(pool_corner)(x + 2 * i, width, 0, c), from = HV(zero)();
-        for (int q = 1; q < 4; q++) {
-            HV(f32) v = HV(pool_corner)(x + 2 * i, width, q, c);
-            if (at) from = HV(if_eq)(best, best, HV(if_ge)(best, v, from, HV(set1)((float)q)), from);
-            best = HV(if_eq)(best, best, HV(if_ge)(best, v, best, v), best);
+    HV(f32) a = HV(load_upto)(x, 2 * lanes), b = HV(zero)();
+    if (2 * lanes > HV_LANES) b = HV(load_upto)(x + HV_LANES, 2 * lanes - HV_LANES);
+    *left  = HV(even_lanes)(a, b);
+    *right = HV(odd_lanes)(a, b);
+}
+HPMLI_KERNEL void HV(max_pool)(float *y, float *at, const float *x, int64_t width, int64_t rows, int64_t n)
+{
+    for (int64_t r = 0; r < rows; r++, y += n, x += 2 * width)
+        HV_LOOP(n) {
+            HV(f32) best, from = HV(zero)(), v1, v2, v3;
+            HV(pool_pairs)(x + 2 * i, c, &best, &v1);
+            HV(pool_pairs)(x + width + 2 * i, c, &v2, &v3);
+            HV(pool_take)(&best, &from, v1, 1);
+            HV(pool_take)(&best, &from, v2, 2);
+            HV(pool_take)(&best, &from, v3, 3);
+            HV(store_upto)(y + i, best, c);
+            if (at) HV(store_upto)(at + r * n + i, from, c);
         }
-        HV(store_upto)(y + i, best, c);
-        if (at) HV(store_upto)(at + i, from, c);
-    }
 }
-/* Sets the gradient dx of n windows of 2 x 2 pixels: dy at position `at` of each window, which had the maximum, and 0
-   at the other three; `accumulate`: adds them to dx. */
-HPMLI_KERNEL void HV(max_pool_row_back)(float *dx, const float *at, const float *dy, int64_t width, int64_t n,
-                                        bool accumulate)
+/* Sets the gradient dx of `rows` rows of n windows: dy at position `at` of each window, which had the maximum, and 0 at
+   the other three; `accumulate`: adds them to dx. */
+HPMLI_KERNEL void HV(max_pool_back)(float *dx, const float *at, const float *dy, int64_t width, int64_t rows, int64_t n,
+                                    bool accumulate)
 {
-    HV_LOOP(n) {
-        HV(f32) from = HV(load_upto)(at + i, c), v = HV(load_upto)(dy + i, c);
-        for (int q = 0; q < 4; q += 2) {
-            HV(f32) a = HV(if_eq)(from, HV(set1)((float)q), v, HV(zero)());
-            HV(f32) b = HV(if_eq)(from, HV(set1)((float)q + 1), v, HV(zero)());
-            for (int64_t h = 0, lanes = 2 * c; h < 2 && lanes > 0; h++, lanes -= HV_LANES) {
-                float  *p = dx + 2 * i + q / 2 * width + h * HV_LANES;
-                HV(f32) d = h ? HV(interleave_high)(a, b) : HV(interleave_low)(a, b);
-                if (accumulate) d += HV(load_upto)(p, lanes);
-                HV(store_upto)(p, d, lanes);
+    for (int64_t r = 0; r < rows; r++, dx += 2 * width, at += n, dy += n)
+        HV_LOOP(n) {
+            HV(f32) from = HV(load_upto)(at + i, c), v = HV(load_upto)(dy + i, c);
+            for (int q = 0; q < 4; q += 2) {
+                HV(f32) a = HV(if_eq)(from, HV(set1)((float)q), v, HV(zero)());
+                HV(f32) b = HV(if_eq)(from, HV(set1)((float)q + 1), v, HV(zero)());
+                for (int64_t h = 0, lanes = 2 * c; h < 2 && lanes > 0; h++, lanes -= HV_LANES) {
+                    float  *p = dx + q / 2 * width + 2 * i + h * HV_LANES;
+                    HV(f32) d = h ? HV(interleave_high)(a, b) : HV(interleave_low)(a, b);
+                    if (accumulate) d += HV(load_upto)(p, lanes);
+                    HV(store_upto)(p, d, lanes);
+                }
             }
         }
-    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -23816,8 +23821,8 @@ static const hpmli_kernels HV(kernels) = {
     HV(conv_to_nhwc), HPMLI_TO_BE_FAST(HV(conv_copy)), HPMLI_TO_BE_FAST(HV(conv_from_nhwc)),
     HPMLI_TO_BE_FAST(HV(conv_forward)), HPMLI_TO_BE_FAST(HV(conv_input_grad)),
     HPMLI_TO_TRAIN(HV(conv_weight_grad)), HPMLI_TO_TRAIN(HV(conv_unpack)), HPMLI_TO_BE_FAST(HV(conv_taps)),
-    HPMLI_TO_TRAIN(HV(conv_dots)), HPMLI_TO_BE_FAST(HV(conv_pairs)), HPMLI_IF_HAS(max_pool2d, HV(max_pool_row)),
-    HPMLI_TO_TRAIN(HV(max_pool_row_back)), HV(crc32c),
+    HPMLI_TO_TRAIN(HV(conv_dots)), HPMLI_TO_BE_FAST(HV(conv_pairs)), HPMLI_IF_HAS(max_pool2d, HV(max_pool)),
+    HPMLI_TO_TRAIN(HV(max_pool_back)), HV(crc32c),
 };
 #undef HPMLI_ISA
 #endif /* HPMLI_ISA */
