@@ -2509,6 +2509,8 @@ typedef struct hpmli_conv {
     int64_t    x_pixel, y_pixel;       /* floats from a pixel of x, of y, to the next one in its row: NCHW 1 */
     int64_t    x_row_step;             /* floats in x between the first ones that adjacent rows of y read */
     int64_t    x_pixel_step;           /* floats in x between the first ones that adjacent pixels of y read */
+    int64_t    x_channel;              /* floats in x from a pixel's channel to the next: 1, or more if reads_x */
+    bool       reads_x;                /* forward, true: tiles read x itself and not a copy (>>conv-kept) */
     int64_t    runs[2];                /* a pixel of y reads runs[0] x runs[1] contiguous runs of x */
     int64_t    run_floats;             /* length of a run in floats */
     int64_t    run_step[2];            /* floats in x from a run's begin to the next run's: by rows, by columns */
@@ -2570,7 +2572,7 @@ typedef void hpmli_conv_tile_fn(HPMLI_CONV_TILE_ARGS);
 #define HPMLI_CONV_GRID  1024  /* floats in a grid that small images fill together */
 #define HPMLI_CONV_IMAGES 12 /* images that share a load of the weights, where images are small */
 #define HPMLI_CONV_NARROW 8  /* images with narrower rows have tiles that go over rows or images */
-#define HPMLI_CONV_FEW_PIXELS 64 /* see hpmli_conv_is_1x1 */
+#define HPMLI_CONV_FEW_PIXELS 64 /* see hpmli_conv_expands */
 #define HPMLI_CONV_PIXELS 32 /* pixels whose products with a panel of weights are computed at once */
 #define HPMLI_CONV_PANEL 32 /* channels in a task of a convolution; a multiple of HPMLI_NR in every instruction set */
 
@@ -9485,6 +9487,7 @@ HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
     c.y_floats     = hpmli_round_up(c.OH * c.OW * c.OC + 2 * HPMLI_CONV_PANEL, 16);
     c.x_row_step   = a->conv.stride[0] * c.x_pitch;
     c.x_pixel_step = a->conv.stride[1] * c.C;
+    c.x_channel    = 1;
     c.runs[0]      = a->conv.kernel[0];
     c.runs[1]      = a->conv.dilation[1] == 1 ? 1 : a->conv.kernel[1]; /* 1: a row of the kernel is contiguous in x */
     c.run_floats   = c.taps * c.C / (c.runs[0] * c.runs[1]);
@@ -9520,14 +9523,10 @@ HPMLI_FN int64_t hpmli_conv_rows_at(const hpmli_conv *c, int64_t u, int64_t *fir
 }
 
 /* Returns true for a convolution of 1 x 1 without stride and padding that is computed as a matrix product, which reads
-   x itself. Not where the graph keeps packed weights and computes one image of few pixels: a product would have vectors
-   of these pixels, while the other kernels have vectors of channels. */
+   x itself. Not where tiles do so (hpmli_conv_expands). */
 HPMLI_FN bool hpmli_conv_is_1x1(const hpmli_conv *c)
 {
-    const struct hpmli_node_state *state = c->n->state;
-    const bool keeps = state && state->keeps && state->expands;
-    if (keeps && hpmli_image(c->n->out, 1) * hpmli_image(c->n->out, 2) <= HPMLI_CONV_FEW_PIXELS) return false;
-    return c->taps == 1 && c->x_row_step == c->x_pitch && c->x_pixel_step == c->C && c->x_first == 0;
+    return c->taps == 1 && c->x_row_step == c->x_pitch && c->x_pixel_step == c->C && c->x_first == 0 && !c->reads_x;
 }
 
 /* Returns the height (i 0) or width (i 1) of the result of a convolution of x with options a, or 0 if the kernel is
@@ -9727,11 +9726,21 @@ static void hpmli_conv_keeps(hpml_graph *g, hpml_node *n)
    row, so that tiles are full and weights are read less often; if the graph is planned for several images, a tile
    has pixels of these instead. For this, the padded image of x is expanded to the numbers that each pixel of y reads,
    pixel by pixel. With a stride of 1 from row to row, these are only the numbers for one row of the kernel, because the
-   next row of the kernel reads the same, some rows of y later. The order of sums stays the same. */
+   next row of the kernel reads the same, some rows of y later. The order of sums stays the same. A convolution of 1 x 1
+   of few pixels reads x itself, with pixels as rows of tiles and packed weights as vectors of channels; the matrix
+   product for it (hpmli_conv_1x1) would have vectors of pixels. */
 static void hpmli_conv_expands(hpmli_conv *c)
 {
     const hpml_attr *a  = &c->n->attr;
     const bool       by_row = a->conv.stride[0] == 1; /* a pixel's numbers of one row of the kernel, else of all rows */
+    c->reads_x = c->n->state->expands && hpmli_conv_is_1x1(c) && c->OH * c->OW <= HPMLI_CONV_FEW_PIXELS;
+    if (c->reads_x) {
+        c->x_channel    = c->nhwc ? 1 : c->H * c->W;
+        c->x_pixel_step = c->x_pixel;
+        c->OW *= c->OH;
+        c->OH = 1;
+        return;
+    }
     if (!c->n->state->expands || !hpmli_conv_packs(c) || c->OW >= HPMLI_CONV_ROW || c->OC < HPMLI_CONV_PANEL) return;
     int64_t pixel = c->taps * c->C / (by_row ? a->conv.kernel[0] : 1); /* floats of an expanded pixel */
     int64_t more  = by_row ? (a->conv.kernel[0] - 1) * a->conv.dilation[0] : 0; /* rows of x that y has not */
@@ -9874,10 +9883,11 @@ HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
     float  *expanded = xs + c->thread_floats - hpmli_round_up(c->expanded, 16); /* if c->expanded > 0: an expanded x */
     for (int64_t g = 0; g < c->groups; g++) {
         const float *bias = c->bias ? c->bias + g * c->OC : NULL;
-        for (int64_t i = 0; i < images; i++) hpmli_conv_x_to_nhwc(c, b + i, g, xs + i * c->x_floats);
+        const float *x    = c->expanded > 0 ? expanded : xs;
+        if (c->reads_x) x = hpmli_conv_mat(c, c->n->src[0]->data, false, b, g, 0, 1).p;
+        for (int64_t i = 0; i < images && !c->reads_x; i++) hpmli_conv_x_to_nhwc(c, b + i, g, xs + i * c->x_floats);
         if (c->expanded > 0) hpmli_conv_expand(c, xs, expanded);
-        c->ctx->k->conv_forward(c, images, c->packed + g * c->packed_floats, c->expanded > 0 ? expanded : xs, o0, o1,
-                                bias, c->act == HPML_ACT_RELU,
+        c->ctx->k->conv_forward(c, images, c->packed + g * c->packed_floats, x, o0, o1, bias, c->act == HPML_ACT_RELU,
                                 hpmli_conv_mat(c, c->n->out->data, true, b, g, 0, 1).p, band);
     }
 }
@@ -23532,7 +23542,8 @@ HPMLI_VEC_INLINE void HV(conv_band)(const hpmli_conv *d, int64_t images, int64_t
 {
     const int64_t      w_run = d->run_floats * HPMLI_NR; /* floats of packed weights for each run */
     int64_t            u = 0, v = 0; /* first row and column of the kernel that read no padding */
-    hpmli_conv_product s = { d->OW, d->x_pixel_step, 1, HPMLI_NR, HPMLI_NR, d->run_floats, { d->runs[0], d->runs[1] },
+    hpmli_conv_product s = { d->OW, d->x_pixel_step, d->x_channel, HPMLI_NR, HPMLI_NR, d->run_floats,
+                             { d->runs[0], d->runs[1] },
                              { d->run_step[0], d->run_step[1] }, { d->runs[1] * w_run, w_run }, 0, HPMLI_CONV_AHEAD };
     if (d->images_forward == 1) {
         for (int64_t r = 0; r < rows; r++) {
