@@ -1495,7 +1495,7 @@ typedef struct hpmlg_strides {
 HPMLG_DEVICE int64_t hpmlg_strides_at(const hpmlg_strides &w, int s, int64_t i)
 {
     int64_t at = 0;
-    for (int k = 0; k < w.ndim - 1; k++) {
+    HPMLG_ROLLED for (int k = 0; k < w.ndim - 1; k++) { /* rolled, because copies of a division hold many registers */
         int64_t q = hpmlg_quotient(i, w.shape[k]);
         at += (i - q * w.shape[k]) * w.stride[s][k];
         i = q;
@@ -1624,7 +1624,7 @@ HPMLG_DEVICE hpmlg_vec8 hpmlg_operand_grad(const hpmlg_binary &b, int side, int6
         if (b.op == HPML_OP_SUB) g = side ? -g : g;
         else if (b.op == HPML_OP_MUL) g = g * (side ? p : q);
         else g = side ? -g / q * p / q : g / q;
-        d.v[j] = at + j >= from && at + j < to ? g : 0;
+        d.v[j] = flat || (at + j >= from && at + j < to) ? g : 0;
     }
     return d;
 }
@@ -1635,7 +1635,7 @@ template <bool flat> static __global__ void __launch_bounds__(256, flat ? 5 : 3)
 {
     const int64_t n = b.w.count;
     HPMLG_FOR_EACH_VEC8(at, n)
-        for (int side = 0; side < 2; side++)
+        HPMLG_UNROLL for (int side = 0; side < 2; side++)
             if (b.grad[side].p)
                 hpmlg_put_range(b.grad[side], at, 0, n, hpmlg_operand_grad<flat>(b, side, at, 0, n), b.add[side]);
 }
