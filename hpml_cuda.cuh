@@ -412,6 +412,7 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
 #include <time.h>
 #include <unistd.h>
 #endif
+#define HPMLG_DEVICE static __device__ __forceinline__
 #ifndef HPML_CUDA_ON_CPU
 #include <cuda_runtime.h>
 #include <cuda_bf16.h>
@@ -436,7 +437,7 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
    f32. The arguments are one lane's registers, as PTX defines them: with g = lane / 4, t = lane % 4, a[0] to a[3]
    contain rows g, g + 8, g, g + 8 at columns 2t, 2t, 2t + 8, 2t + 8 (two neighbouring numbers each); b[0], b[1] rows 2t
    and 2t + 8 (two numbers each, downward) of column g; d rows g, g, g + 8, g + 8 at columns 2t, 2t + 1, 2t, 2t + 1. */
-static __device__ __forceinline__ void hpmlg_mma_16816(float d[4], const unsigned a[4], const unsigned b[2], bool f16)
+HPMLG_DEVICE void hpmlg_mma_16816(float d[4], const unsigned a[4], const unsigned b[2], bool f16)
 {
 #define HPMLG_MMA(type)                                                                                                \
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, " \
@@ -449,7 +450,7 @@ static __device__ __forceinline__ void hpmlg_mma_16816(float d[4], const unsigne
 /* Multiplies in tf32 on tensor cores, by one warp: d (16, 8) += a (16, 8) b (8, 8). With g = lane / 4, t = lane % 4:
    a[0..3] contain rows g, g + 8, g, g + 8 at columns t, t, t + 4, t + 4; b[0], b[1] rows t, t + 4 of column g; d[0..3]
    rows g, g, g + 8, g + 8 at columns 2t, 2t + 1, 2t, 2t + 1. a, b: f32 bits, whose low 13 are ignored. */
-static __device__ __forceinline__ void hpmlg_mma_1688_tf32(float d[4], const unsigned a[4], const unsigned b[2])
+HPMLG_DEVICE void hpmlg_mma_1688_tf32(float d[4], const unsigned a[4], const unsigned b[2])
 {
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
                  "{%0,%1,%2,%3};"
@@ -464,22 +465,19 @@ static __device__ __forceinline__ void hpmlg_mma_1688_tf32(float d[4], const uns
     asm volatile("ldmatrix.sync.aligned.m8n8.x4" variant ".shared.b16 {%0,%1,%2,%3}, [%4];"                            \
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])                                                      \
                  : "r"((unsigned)__cvta_generic_to_shared(row)) : "memory")
-static __device__ __forceinline__ void hpmlg_ldmatrix_x4(unsigned r[4], const void *row) { HPMLG_LDMATRIX(""); }
-static __device__ __forceinline__ void hpmlg_ldmatrix_x4_trans(unsigned r[4], const void *row)
-{
-    HPMLG_LDMATRIX(".trans");
-}
+HPMLG_DEVICE void hpmlg_ldmatrix_x4(unsigned r[4], const void *row) { HPMLG_LDMATRIX(""); }
+HPMLG_DEVICE void hpmlg_ldmatrix_x4_trans(unsigned r[4], const void *row) { HPMLG_LDMATRIX(".trans"); }
 
 /* Starts the copy of 16 bytes from global to shared memory, which overlaps with computation. If `valid` is false, the
    destination gets 16 zeros and `global` is not read. hpmlg_copy_commit closes a group of copies; hpmlg_copy_wait(n)
    returns when all groups of this thread but the last n have arrived. */
-static __device__ __forceinline__ void hpmlg_copy_async16(void *shared, const void *global, bool valid)
+HPMLG_DEVICE void hpmlg_copy_async16(void *shared, const void *global, bool valid)
 {
     unsigned at = (unsigned)__cvta_generic_to_shared(shared), bytes = valid ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(global), "r"(bytes) : "memory");
 }
 
-static __device__ __forceinline__ void hpmlg_copy_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
+HPMLG_DEVICE void hpmlg_copy_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
 #define hpmlg_copy_wait(n) asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory")
 
 #define HPMLG_UNROLL _Pragma("unroll")
@@ -490,7 +488,6 @@ static __device__ __forceinline__ void hpmlg_copy_commit(void) { asm volatile("c
 #endif
 
 #define HPMLG_FN static __attribute__((unused))
-#define HPMLG_DEVICE static __device__ __forceinline__
 #define HPMLG_WARP 32
 #define HPMLG_ALL_LANES 0xffffffffu
 
@@ -591,25 +588,16 @@ typedef struct hpmlg_vec8 { float v[8]; } hpmlg_vec8;
 /* Read or write (hpmlg_put8), as floats, elements 8 i to 8 i + 7 of the array `a`, which is aligned to 16 bytes. */
 HPMLG_DEVICE hpmlg_vec8 hpmlg_get8(hpmlg_array a, int64_t i)
 {
-    hpmlg_vec8 e;
     if (a.type == HPML_DTYPE_F32) {
         float4 x = ((const float4 *)a.p)[2 * i], y = ((const float4 *)a.p)[2 * i + 1];
-        e.v[0] = x.x;
-        e.v[1] = x.y;
-        e.v[2] = x.z;
-        e.v[3] = x.w;
-        e.v[4] = y.x;
-        e.v[5] = y.y;
-        e.v[6] = y.z;
-        e.v[7] = y.w;
-    } else {
-        uint4    w    = ((const uint4 *)a.p)[i];
-        unsigned u[4] = { w.x, w.y, w.z, w.w };
-        for (int j = 0; j < 4; j++) {
-            float2 f = hpmlg_widen(u[j], a.type);
-            e.v[2 * j]     = f.x;
-            e.v[2 * j + 1] = f.y;
-        }
+        return hpmlg_vec8{ { x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w } };
+    }
+    hpmlg_vec8 e;
+    uint4      w = ((const uint4 *)a.p)[i];
+    unsigned   u[4] = { w.x, w.y, w.z, w.w };
+    for (int j = 0; j < 8; j++) {
+        float2 f = hpmlg_widen(u[j / 2], a.type);
+        e.v[j] = j % 2 ? f.y : f.x;
     }
     return e;
 }
@@ -1563,10 +1551,9 @@ HPMLG_FN void hpmlg_broadcast_run(hpmlg_device *d, hpmlg_array y, hpmlg_array x,
 
 HPMLG_FN void hpmlg_op_scale(HPMLG_OP_ARGUMENTS)
 {
-    int64_t       count = hpml_tensor_count(n->out);
-    hpmlg_strides unused = {};
-    HPMLG_RUN_ITEMS(d, hpmlg_k_affine<true>, count, 2048, hpmlg_op_output(n, back), hpmlg_op_input(n, back), unused,
-                    n->attr.scale.a, back ? 0 : n->attr.scale.b, count, hpmlg_op_adds(n, back));
+    int64_t count = hpml_tensor_count(n->out);
+    HPMLG_RUN_ITEMS(d, hpmlg_k_affine<true>, count, 2048, hpmlg_op_output(n, back), hpmlg_op_input(n, back),
+                    hpmlg_strides(), n->attr.scale.a, back ? 0 : n->attr.scale.b, count, hpmlg_op_adds(n, back));
 }
 
 typedef struct hpmlg_binary { /* an op of two operands: add, sub, mul or div, or its gradients */
@@ -3700,8 +3687,7 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_dense(const __g
     HPMLG_SHARED(unsigned short, tiles);
     hpmlg_tile t = hpmlg_block_tile<T>(g);
     int64_t    steps = (t.k1 - t.k0 + 31) / 32;
-    float      acc[T * T / 128];
-    HPMLG_UNROLL for (int i = 0; i < T * T / 128; i++) acc[i] = 0;
+    float      acc[T * T / 128] = {};
     for (int s = 0; s < HPMLG_STAGES - 1; s++) hpmlg_dense_stage<T, LA, LB>(g, t, s, tiles);
     HPMLG_ROLLED for (int64_t s = 0; s < steps; s++) {
         const unsigned short *a = tiles + s % HPMLG_STAGES * (2 * T * 32);
@@ -3802,8 +3788,7 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_gather(const __
     unsigned char *tiles = shared + (2 * T + 64) * sizeof(hpmlg_coord);
     hpmlg_tile     t     = hpmlg_block_tile<T>(g);
     int            id = (int)threadIdx.x, steps = (int)((t.k1 - t.k0 + 15) / 16);
-    float          acc[T * T / 128], va[T / 8], vb[T / 8];
-    HPMLG_UNROLL for (int i = 0; i < T * T / 128; i++) acc[i] = 0;
+    float          acc[T * T / 128] = {}, va[T / 8], vb[T / 8];
     for (int i = id; i < 2 * T; i += 128)
         lines[i] = i < T ? hpmlg_coord_of(g.a.line, t.row + i, g.m) : hpmlg_coord_of(g.b.line, t.col + i - T, g.n);
     for (int s = -2; s < steps; s++) { /* finds the coordinates of step s + 2, loads step s + 1, multiplies step s */
@@ -6649,10 +6634,7 @@ HPMLG_DEVICE float hpmlg_update_checked(const hpml_update *u, float c1, float c2
     bool  good = isfinite(g * u->grad_scale), lamb = u->opt == HPML_OPT_LAMB;
     float y = hpmlg_update_one(u, c1, c2, w, good || !lamb ? g : 0, m, v);
     bool  states = isfinite(*m) && isfinite(*v);
-    if (!states) {
-        *m = 0;
-        *v = 0;
-    }
+    if (!states) *m = *v = 0;
     *gradient = *gradient || !good;
     *step     = *step || (good && !(states && isfinite(y)));
     return isfinite(y) || lamb ? y : w;
