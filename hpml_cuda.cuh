@@ -5271,6 +5271,14 @@ HPMLG_FN void hpmlg_dnn_close(hpmlg_device *d)
 #define HPMLG_ATTN_MOST 256 /* columns of a head that the kernels accept */
 #define HPMLG_ATTN_LD(columns) ((columns) + 8) /* floats from row to row, so that 8 rows lie in different banks */
 
+/* Returns v, of which the compiler then knows nothing: what is computed from the result is computed anew in every pass
+   of a loop, and not kept in registers, which the sums of attention need. */
+HPMLG_DEVICE int hpmlg_anew(int v)
+{
+    asm volatile("" : "+r"(v));
+    return v;
+}
+
 enum hpmlg_attn_part { HPMLG_ATTN_Q, HPMLG_ATTN_K, HPMLG_ATTN_V, HPMLG_ATTN_O };
 
 typedef struct hpmlg_attn {
@@ -5319,17 +5327,17 @@ template <int DP, class E> HPMLG_DEVICE E *hpmlg_tile_chunk(E *tile, int row, in
 
 /* Returns the offset in elements of row `row` of Q, K, V or O (part: an hpmlg_attn_part) of pair bh, a sample and a
    head of queries; K and V are those of the head of keys and values that this head of queries reads. */
-HPMLG_DEVICE int64_t hpmlg_attn_offset(const hpmlg_attn &p, int64_t bh, int part, int row)
+HPMLG_DEVICE int64_t hpmlg_attn_offset(const hpmlg_attn &p, int bh, int part, int row)
 {
-    int64_t b = bh / p.heads, at = b * p.T + row, heads = p.heads + 2 * p.kv_heads;
-    int     h = (int)(bh - b * p.heads);
+    int     b = bh / p.heads, h = bh - b * p.heads;
+    int64_t at = (int64_t)b * p.T + row, heads = p.heads + 2 * p.kv_heads;
     if (part == HPMLG_ATTN_O) return (at * p.heads + h) * p.D;
     if (part != HPMLG_ATTN_Q) h = p.heads + (part - HPMLG_ATTN_K) * p.kv_heads + h / p.group;
     return (at * heads + h) * p.D;
 }
 
 /* Returns true if key number `key` is hidden from query number `query` of pair bh of a sample and a head. */
-HPMLG_DEVICE bool hpmlg_attn_hidden(const hpmlg_attn &p, int64_t bh, int query, int key)
+HPMLG_DEVICE bool hpmlg_attn_hidden(const hpmlg_attn &p, int bh, int query, int key)
 {
     if (key >= p.T || (p.causal && key > query)) return true;
     if (!p.mask.p || query >= p.T) return false;
@@ -5340,9 +5348,10 @@ HPMLG_DEVICE bool hpmlg_attn_hidden(const hpmlg_attn &p, int64_t bh, int query, 
 /* Returns bits: bit j is set if the mask hides the pair of row `row` and the thread's column j of 2 N, counted from
    `column` on. KEYS: rows are keys and columns queries, else the reverse. Rolled, because the compiler takes minutes
    for many copies of hpmlg_attn_hidden. */
-template <bool KEYS, int N> HPMLG_DEVICE unsigned hpmlg_attn_hides(const hpmlg_attn &p, int64_t bh, int row, int column)
+template <bool KEYS, int N> HPMLG_DEVICE unsigned hpmlg_attn_hides(const hpmlg_attn &p, int bh, int row, int column)
 {
     unsigned bits = 0;
+    bh = hpmlg_anew(bh);
     HPMLG_ROLLED for (int j = 0; j < 2 * N; j++) {
         int c = column + j / 2 * 8 + (int)threadIdx.x % 4 * 2 + j % 2;
         int query = KEYS ? c : row;
@@ -5356,7 +5365,7 @@ template <bool KEYS, int N> HPMLG_DEVICE unsigned hpmlg_attn_hides(const hpmlg_a
    columns in shared memory, by a block of `threads` threads; rows beyond T and columns beyond D are zero. Aligned rows
    are copied asynchronously, until hpmlg_copy_wait. */
 template <int type, int DP, int threads, int rows>
-HPMLG_DEVICE void hpmlg_attn_load(const hpmlg_attn &p, typename hpmlg_element<type>::t *tile, int64_t bh, int part,
+HPMLG_DEVICE void hpmlg_attn_load(const hpmlg_attn &p, typename hpmlg_element<type>::t *tile, int bh, int part,
                                   int row)
 {
     typedef typename hpmlg_element<type>::t E;
@@ -5364,8 +5373,8 @@ HPMLG_DEVICE void hpmlg_attn_load(const hpmlg_attn &p, typename hpmlg_element<ty
     const int   step = threads / span; /* number of rows that the block loads at a time */
     bool        is_o = part == HPMLG_ATTN_O, is_aligned = is_o ? p.is_aligned_o : p.is_aligned;
     hpmlg_array a  = is_o ? p.o : p.qkv;
-    int         r  = (int)threadIdx.x / span;
-    int64_t     at = hpmlg_attn_offset(p, bh, part, row + r);
+    int         r  = hpmlg_anew((int)threadIdx.x) / span;
+    int64_t     at = hpmlg_attn_offset(p, hpmlg_anew(bh), part, row + r);
     int64_t     ld = (int64_t)(is_o ? p.heads : p.heads + 2 * p.kv_heads) * p.D;
     if (r >= step) return;
     for (int c = (int)threadIdx.x % span; c < chunks; c += span) {
@@ -5381,14 +5390,12 @@ HPMLG_DEVICE void hpmlg_attn_load(const hpmlg_attn &p, typename hpmlg_element<ty
     }
 }
 
-/* Computes d (16 M, 8 N) = a b^T over DP columns, by one warp. a: this warp's 16 M rows of a tile of `type` elements in
+/* Computes d (16 M, 8 N) += a b^T over DP columns, by one warp. a: the warp's 16 M rows of a tile of `type` elements in
    shared memory; b: 8 N rows of another tile. */
 template <int type, int DP, int M, int N>
 HPMLG_DEVICE void hpmlg_attn_scores(float (&d)[M][N][4], const unsigned short *a, const unsigned short *b)
 {
-    int lane = (int)threadIdx.x % HPMLG_WARP;
-    HPMLG_UNROLL for (int m = 0; m < M; m++)
-        HPMLG_UNROLL for (int j = 0; j < N; j++) d[m][j][0] = d[m][j][1] = d[m][j][2] = d[m][j][3] = 0;
+    int lane = hpmlg_anew((int)threadIdx.x) % HPMLG_WARP;
     HPMLG_UNROLL for (int k = 0; k < DP / 16; k++) {
         unsigned x[M][4], y[4];
         HPMLG_UNROLL for (int m = 0; m < M; m++)
@@ -5408,8 +5415,6 @@ template <int type, int DP, int M, int N>
 HPMLG_DEVICE void hpmlg_attn_scores(float (&d)[M][N][4], const float *a, const float *b)
 {
     int g = (int)threadIdx.x % HPMLG_WARP / 4, t = (int)threadIdx.x % 4;
-    HPMLG_UNROLL for (int m = 0; m < M; m++)
-        HPMLG_UNROLL for (int j = 0; j < N; j++) d[m][j][0] = d[m][j][1] = d[m][j][2] = d[m][j][3] = 0;
     HPMLG_ROLLED for (int k = 0; k < DP / 4; k++) {
         float4 x[M][2];
         HPMLG_UNROLL for (int i = 0; i < 2 * M; i++)
@@ -5468,19 +5473,19 @@ HPMLG_DEVICE void hpmlg_attn_accumulate(float (&d)[M][NO][4], const float (&s)[M
         }
 }
 
-/* Stores d (16 M, 8 NO), which the warp has in registers, times the rows' factors `scale` in p.out (p.add: adds to it):
-   in rows from `row` and columns from `column` on of Q, K, V or O (part: an hpmlg_attn_part) of pair bh of sample and
-   head. d goes through `space`, the warp's shared memory, so that each thread writes 8 neighbours. */
+/* Stores d (16 M, 8 NO), in the registers of a warp, times `scale` in p.out (p.add: adds to it), in rows from `row`
+   and columns from `column` on of Q, K, V or O (part: an hpmlg_attn_part) of pair bh of sample and head. d goes through
+   `space`, the warp's shared memory, so that each thread writes 8 neighbours. */
 template <int M, int NO>
-HPMLG_DEVICE void hpmlg_attn_store(const hpmlg_attn &p, int64_t bh, int part, int row, int column,
-                                   const float (&d)[M][NO][4], const float (&scale)[M][2], float *space)
+HPMLG_DEVICE void hpmlg_attn_store(const hpmlg_attn &p, int bh, int part, int row, int column,
+                                   const float (&d)[M][NO][4], float scale, float *space)
 {
     int lane = (int)threadIdx.x % HPMLG_WARP, g = lane / 4, t = lane % 4;
     __syncwarp(); /* wait, because threads may still read `space` */
     HPMLG_UNROLL for (int i = 0; i < 2 * M; i++)
         HPMLG_UNROLL for (int j = 0; j < NO; j++) {
-            float *to = space + (8 * i + g) * HPMLG_ATTN_LD(8 * NO) + 8 * j + 2 * t, k = scale[i / 2][i % 2];
-            *(float2 *)to = make_float2(k * d[i / 2][j][i % 2 * 2], k * d[i / 2][j][i % 2 * 2 + 1]);
+            float *to = space + (8 * i + g) * HPMLG_ATTN_LD(8 * NO) + 8 * j + 2 * t;
+            *(float2 *)to = make_float2(scale * d[i / 2][j][i % 2 * 2], scale * d[i / 2][j][i % 2 * 2 + 1]);
         }
     __syncwarp();
     HPMLG_ROLLED for (int i = lane; i < 16 * M * NO; i += HPMLG_WARP) {
@@ -5494,11 +5499,11 @@ HPMLG_DEVICE void hpmlg_attn_store(const hpmlg_attn &p, int64_t bh, int part, in
 /* Returns the first row of the tile of `rows` rows that this block computes, and sets *bh to the number of its pair of
    sample and head. The longest tiles are computed first: with a causal mask, these are the last tiles of queries
    (last_first), because the last queries read most keys, or the first tiles of keys, because most queries read them. */
-HPMLG_DEVICE int hpmlg_attn_tile(const hpmlg_attn &p, int rows, bool last_first, int64_t *bh)
+HPMLG_DEVICE int hpmlg_attn_tile(const hpmlg_attn &p, int rows, bool last_first, int *bh)
 {
-    int64_t tile = blockIdx.x / p.pairs;
-    *bh = blockIdx.x - tile * p.pairs;
-    return (int)(last_first ? (p.T + rows - 1) / rows - 1 - tile : tile) * rows;
+    int tile = (int)blockIdx.x / (int)p.pairs;
+    *bh = (int)blockIdx.x - tile * (int)p.pairs;
+    return (last_first ? (p.T + rows - 1) / rows - 1 - tile : tile) * rows;
 }
 
 /* Turns s, the scores of 16 M queries from `row` on with 8 N keys from `key` on, into exp2(score - maximum): softmax
@@ -5507,7 +5512,7 @@ HPMLG_DEVICE int hpmlg_attn_tile(const hpmlg_attn &p, int rows, bool last_first,
    columns, where a maximum grew. A row's maximum is -infinity until a key is not hidden from the row. */
 template <int M, int N, int NO>
 HPMLG_DEVICE void hpmlg_attn_softmax(const hpmlg_attn &p, float (&s)[M][N][4], float (&most)[M][2], float (&sum)[M][2],
-                                     float (&o)[M][NO][4], int64_t bh, int row, int key, bool edge)
+                                     float (&o)[M][NO][4], int bh, int row, int key, bool edge)
 {
     int   g = (int)threadIdx.x % HPMLG_WARP / 4;
     float base2 = fabsf(p.scale) * 1.4426950408889634f;
@@ -5551,15 +5556,11 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn(hpmlg_attn p)
     const int R = 16 * M * W, K = 8 * N, threads = HPMLG_WARP * W;
     HPMLG_SHARED(E, q);      /* (R, DP): the block's queries */
     E      *kv = q + R * DP; /* two stages of keys (K, DP) and values (K, DP) */
-    int64_t bh;
+    int     bh;
     int     first = hpmlg_attn_tile(p, R, true, &bh), row = first + (int)threadIdx.x / HPMLG_WARP * 16 * M, stage = 0;
     int     end = p.causal && first + R < p.T ? first + R : p.T;
-    float   o[M][DP / 8][4], s[M][N][4], most[M][2], sum[M][2];
-    HPMLG_UNROLL for (int m = 0; m < M; m++) {
-        most[m][0] = most[m][1] = -INFINITY;
-        sum[m][0] = sum[m][1] = 0;
-        HPMLG_UNROLL for (int j = 0; j < DP / 8; j++) o[m][j][0] = o[m][j][1] = o[m][j][2] = o[m][j][3] = 0;
-    }
+    float   o[M][DP / 8][4] = {}, most[M][2], sum[M][2] = {};
+    HPMLG_UNROLL for (int m = 0; m < M; m++) most[m][0] = most[m][1] = -INFINITY;
     hpmlg_attn_load<type, DP, threads, R>(p, q, bh, HPMLG_ATTN_Q, first);
     for (int key = -K; key < end; key += K, stage ^= 1) { /* loads the block at key + K, then computes the one at key */
         E *now = kv + stage * 2 * K * DP, *next = kv + (stage ^ 1) * 2 * K * DP;
@@ -5571,6 +5572,7 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn(hpmlg_attn p)
             hpmlg_copy_commit();
         }
         if (key < 0 || (p.causal && key >= row + 16 * M)) continue;
+        float s[M][N][4] = {};
         hpmlg_attn_scores<type, DP, M, N>(s, q + (row - first) * DP, now);
         hpmlg_attn_softmax(p, s, most, sum, o, bh, row, key,
                            key + K > p.T || (p.causal && key + K > row + 1) || p.mask.p);
@@ -5581,11 +5583,13 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn(hpmlg_attn p)
         int    r = row + 8 * i + (int)threadIdx.x % HPMLG_WARP / 4;
         v += __shfl_xor_sync(HPMLG_ALL_LANES, v, 1);
         v += __shfl_xor_sync(HPMLG_ALL_LANES, v, 2);
-        if (threadIdx.x % 4 == 0 && r < p.T) p.lse[bh * p.T + r] = v == 0 ? INFINITY : most[i / 2][i % 2] + log2f(v);
+        if (threadIdx.x % 4 == 0 && r < p.T)
+            p.lse[(int64_t)bh * p.T + r] = v == 0 ? INFINITY : most[i / 2][i % 2] + log2f(v);
         v = v == 0 ? 0 : 1 / v; /* v 0: the mask hides all keys from the query */
+        HPMLG_UNROLL for (int j = 0; j < DP / 4; j++) o[i / 2][j / 2][i % 2 * 2 + j % 2] *= v;
     }
     __syncthreads(); /* wait, because the result overwrites the tiles */
-    hpmlg_attn_store(p, bh, HPMLG_ATTN_O, row, 0, o, sum, (float *)q + (row - first) * HPMLG_ATTN_LD(DP));
+    hpmlg_attn_store(p, bh, HPMLG_ATTN_O, row, 0, o, 1, (float *)q + (row - first) * HPMLG_ATTN_LD(DP));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -5628,7 +5632,7 @@ static __global__ void hpmlg_k_attn_delta(hpmlg_attn p, hpmlg_array o)
    from some queries. */
 template <bool KEYS, int M, int N>
 HPMLG_DEVICE void hpmlg_attn_dscores(const hpmlg_attn &p, float (&s)[M][N][4], float (&dp)[M][N][4],
-                                     const float (&of_row)[M][2][2], const float *line, int64_t bh, int row,
+                                     const float (&of_row)[M][2][2], const float *line, int bh, int row,
                                      int column, bool edge)
 {
     int   g = (int)threadIdx.x % HPMLG_WARP / 4, t = (int)threadIdx.x % 4;
@@ -5657,12 +5661,12 @@ HPMLG_DEVICE void hpmlg_attn_dscores(const hpmlg_attn &p, float (&s)[M][N][4], f
 /* Loads lse and delta of K queries of pair bh, from `query` on, into line (2, K), by a block of `threads` threads;
    queries beyond the end get P = 0. */
 template <int threads, int K>
-HPMLG_DEVICE void hpmlg_attn_line(const hpmlg_attn &p, float *line, int64_t bh, int query)
+HPMLG_DEVICE void hpmlg_attn_line(const hpmlg_attn &p, float *line, int bh, int query)
 {
     for (int i = (int)threadIdx.x; i < K; i += threads) {
         bool in = query + i < p.T;
-        line[i]     = in ? p.lse[bh * p.T + query + i] : INFINITY;
-        line[K + i] = in ? p.delta[bh * p.T + query + i] : 0;
+        line[i]     = in ? p.lse[(int64_t)bh * p.T + query + i] : INFINITY;
+        line[K + i] = in ? p.delta[(int64_t)bh * p.T + query + i] : 0;
     }
 }
 
@@ -5670,42 +5674,37 @@ HPMLG_DEVICE void hpmlg_attn_line(const hpmlg_attn &p, float *line, int64_t bh, 
    from the queries of all heads of its group one after the other, or dQ of as many queries: DA columns of them, from
    column blockIdx.y x DA on. DP is the number of columns of a head, rounded up; scores need all of them. In shared
    memory, `own` has two tiles of DP columns, the rows of these keys or queries (K and V, or Q and dO); `stream` has two
-   stages, each of two tiles of 8 x N rows and DP columns of the other two arrays (Q and dO, or K and V). */
+   stages, each of two tiles of 8 x N rows and DP columns of the other two arrays (Q and dO, or K and V). At least four
+   blocks run in a multiprocessor where that takes no spills. */
 template <int type, int DP, int DA, int M, int W, int N, bool KEYS>
-static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
+static __global__ void __launch_bounds__(32 * W, !KEYS && M == 1 && DP <= 96 ? 4 : 0)
+hpmlg_k_attn_back(hpmlg_attn p)
 {
     typedef typename hpmlg_element<type>::t E;
     const int R = 16 * M * W, K = 8 * N, threads = HPMLG_WARP * W;
     HPMLG_SHARED(E, own);                              /* (R, DP) twice: keys and values, or queries and dO */
     E      *stream = own + 2 * R * DP;                 /* two stages of two tiles (K, DP): Q and dO, or K and V */
     float  *lines = (float *)(stream + 4 * K * DP);    /* two stages of lse and delta of the queries in stream */
-    int64_t bh;
+    int     bh;
     int     first = hpmlg_attn_tile(p, R, !KEYS, &bh), at = (int)threadIdx.x / HPMLG_WARP * 16 * M, row = first + at;
     int     begin = KEYS && p.causal ? first / K * K : 0, stage = 0, column = (int)blockIdx.y * DA;
     int     end = !KEYS && p.causal && first + R < p.T ? first + R : p.T, tiles = (end - begin + K - 1) / K;
-    float   d0[M][DA / 8][4], d1[KEYS ? M : 1][KEYS ? DA / 8 : 1][4], s[M][N][4], dp[M][N][4], of_row[M][2][2];
-    float   scale[M][2], one[M][2];
+    float   d0[M][DA / 8][4] = {}, d1[M][DA / 8][4] = {}, of_row[M][2][2]; /* d1: for KEYS */
     if (KEYS) bh *= p.group; /* the first head of queries in the group */
     /* 1. Unless KEYS (true: this block computes dK and dV; false: dQ) load lse (log-sum-exp of the scores) and delta
-          (sum of dO O) of the block's queries into registers; clear the sums; start to load the tiles in `own`, the
-          block's own keys and values, or queries and dO. */
+          (sum of dO O) of the block's queries into registers; start to load the tiles in `own`, the block's own keys
+          and values, or queries and dO. */
     HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
         int r = row + 8 * i + (int)threadIdx.x % HPMLG_WARP / 4;
-        of_row[i / 2][i % 2][0] = !KEYS && r < p.T ? p.lse[bh * p.T + r] : INFINITY;
-        of_row[i / 2][i % 2][1] = !KEYS && r < p.T ? p.delta[bh * p.T + r] : 0;
-        scale[i / 2][i % 2] = p.scale;
-        one[i / 2][i % 2] = 1;
-        HPMLG_UNROLL for (int j = 0; j < DA / 8; j++)
-            HPMLG_UNROLL for (int e = 0; e < 2; e++) {
-                d0[i / 2][j][i % 2 * 2 + e] = 0;
-                if (KEYS) d1[KEYS ? i / 2 : 0][KEYS ? j : 0][i % 2 * 2 + e] = 0;
-            }
+        of_row[i / 2][i % 2][0] = !KEYS && r < p.T ? p.lse[(int64_t)bh * p.T + r] : INFINITY;
+        of_row[i / 2][i % 2][1] = !KEYS && r < p.T ? p.delta[(int64_t)bh * p.T + r] : 0;
     }
     hpmlg_attn_load<type, DP, threads, R>(p, own, bh, KEYS ? HPMLG_ATTN_K : HPMLG_ATTN_Q, first);
     hpmlg_attn_load<type, DP, threads, R>(p, own + R * DP, bh, KEYS ? HPMLG_ATTN_V : HPMLG_ATTN_O, first);
     for (int i = -1; i < (KEYS ? p.group : 1) * tiles; i++, stage ^= 1) {
         int     c = begin + (i < 0 ? 0 : i % tiles) * K, next_c = begin + (i + 1) % tiles * K;
-        int64_t head = bh + (KEYS && i >= 0 ? i / tiles : 0), next_head = bh + (KEYS ? (i + 1) / tiles : 0);
+        int     head = bh + (KEYS && i >= 0 ? i / tiles : 0);
+        int     next_head = bh + (KEYS ? (i + 1) / tiles : 0);
         E     *now = stream + stage * 2 * K * DP, *next = stream + (stage ^ 1) * 2 * K * DP;
         float *line = lines + stage * 2 * K, *next_line = lines + (stage ^ 1) * 2 * K;
         /* 2. Wait until the current tiles in `stream` are loaded; start to load the next tiles, which for KEYS are of
@@ -5721,6 +5720,7 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
         }
         /* 3. Compute S and dP from the tiles, then P and dS in their place; skip tiles that the causal mask hides from
            all rows of this warp. */
+        float s[M][N][4] = {}, dp[M][N][4] = {};
         if (i < 0 || (p.causal && (KEYS ? c + K <= row : c >= row + 16 * M))) continue;
         hpmlg_attn_scores<type, DP, M, N>(s, own + at * DP, now);
         hpmlg_attn_scores<type, DP, M, N>(dp, own + (R + at) * DP, now + K * DP);
@@ -5733,8 +5733,8 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
     /* 5. Store the sums, through the shared memory of the tiles, which are not needed any more. */
     float *space = (float *)own + at * HPMLG_ATTN_LD(DA);
     __syncthreads();
-    hpmlg_attn_store(p, bh, KEYS ? HPMLG_ATTN_K : HPMLG_ATTN_Q, row, column, d0, scale, space);
-    if constexpr (KEYS) hpmlg_attn_store(p, bh, HPMLG_ATTN_V, row, column, d1, one, space);
+    hpmlg_attn_store(p, bh, KEYS ? HPMLG_ATTN_K : HPMLG_ATTN_Q, row, column, d0, p.scale, space);
+    if constexpr (KEYS) hpmlg_attn_store(p, bh, HPMLG_ATTN_V, row, column, d1, 1, space);
 }
 
 /* Launches an attention kernel, `threads` threads a block: one block computes `rows` rows, and of the columns one of
@@ -5824,13 +5824,12 @@ static __global__ void __launch_bounds__(128) hpmlg_k_attn_cached(hpmlg_attn p, 
     int     lane = (int)threadIdx.x % HPMLG_WARP, warp = (int)threadIdx.x / HPMLG_WARP;
     int64_t row = blockIdx.x / p.heads, h = blockIdx.x - row * p.heads, b = row / p.T, t = row - b * p.T;
     int64_t end = c.position[b] + t + 1, width = 2 * (int64_t)p.kv_heads * p.D, at = h / p.group * p.D;
-    int64_t from = hpmlg_attn_offset(p, b * p.heads + h, HPMLG_ATTN_Q, (int)t);
-    float   q[most_columns], o[most_columns], most = -INFINITY, sum = 0;
+    int64_t from = hpmlg_attn_offset(p, (int)(b * p.heads + h), HPMLG_ATTN_Q, (int)t);
+    float   q[most_columns], o[most_columns] = {}, most = -INFINITY, sum = 0;
     if (end <= 0 || end > c.S) end = 0;
     for (int j = 0; j < most_columns; j++) {
         int k = lane + j * HPMLG_WARP;
         q[j] = k < p.D ? p.scale * hpmlg_get(p.qkv, from + k) : 0;
-        o[j] = 0;
     }
     for (int64_t key = warp; key < end; key += 4) {
         const float *k = c.kv + (b * c.S + key) * width + at, *v = k + width / 2;
