@@ -2225,11 +2225,27 @@ typedef struct hpmlg_map {
     int           operands;
 } hpmlg_map;
 
+/* Returns cos(x) if is_cosine, else sin(x). CUDA's sinf and cosf reduce large numbers through an array in local memory;
+   here x is multiplied by parts of 2 / pi, of 29 bits each, so that the products are exact, and each product loses its
+   multiples of 4, whole periods. */
+HPMLG_DEVICE float hpmlg_sine(float x, bool is_cosine)
+{
+    const double parts[] = { 0x1.45f306dp-1, 0x1.9391054p-30, 0x1.4fe13abp-59, 0x1.d1f534dp-88, 0x1.b81b6c5p-117,
+                             0x1.5993c4p-148, 0x1.c820ff2p-175 };
+    double quarters = 0, sine, cosine;
+    if (!(fabsf(x) >= 105615.0f)) return is_cosine ? cosf(x) : sinf(x); /* CUDA's limit, so nvcc drops the array */
+    HPMLG_UNROLL for (double part : parts) quarters += part * x - 4 * rint(part * x / 4);
+    sincospi(quarters / 2, &sine, &cosine);
+    return (float)(is_cosine ? cosine : sine);
+}
+
 /* Returns the value f(a, b, c) of the function m.kind if side is -1, or its derivative by a (side 0), b (1), c (2). */
 HPMLG_DEVICE float hpmlg_map_value(const hpmlg_map &m, float a, [[maybe_unused]] float b, [[maybe_unused]] float c,
                                    int side)
 {
     [[maybe_unused]] const float p = m.p, q = m.q;
+    if (m.kind == HPML_MAP_SIN) return hpmlg_sine(a, side >= 0);
+    if (m.kind == HPML_MAP_COS) return side < 0 ? hpmlg_sine(a, true) : -hpmlg_sine(a, false);
 #define HPMLG_X(name, operands, value, by_a, by_b, by_c)                                                               \
     if (m.kind == HPML_MAP_##name) {                                                                                   \
         if (side < 0) return value;                                                                                    \
@@ -2247,8 +2263,10 @@ static __global__ void hpmlg_k_map(hpmlg_map m, hpmlg_array to, int side, bool a
 {
     HPMLG_FOR_EACH(i, m.w.count) {
         float x[3] = { 0, 0, 0 };
-        for (int s = 0; s < m.operands; s++)
-            x[s] = hpmlg_get(m.x[s], hpmlg_strides_at(s < 2 ? m.w : m.third, s < 2 ? s : 0, i));
+        HPMLG_UNROLL for (int s = 0; s < 3; s++) {
+            const hpmlg_strides &w = s < 2 ? m.w : m.third;
+            if (s < m.operands) x[s] = hpmlg_get(m.x[s], hpmlg_strides_at(w, s % 2, i));
+        }
         float v = hpmlg_map_value(m, x[0], x[1], x[2], side);
         if (side >= 0) v *= hpmlg_get(m.dy, i);
         hpmlg_put(to, i, add ? hpmlg_get(to, i) + v : v);
@@ -5936,8 +5954,9 @@ static __global__ void hpmlg_k_rotary(hpmlg_rotary r)
             continue;
         }
         int64_t other = at + (r.adjacent ? 1 : r.half), now = row - b * r.T + (r.position ? r.position[b] : 0);
-        double  angle = (double)now * exp(-r.log_base * pair);
-        float   w = hpmlg_get(r.x, other), c = (float)cos(angle), s = (float)(r.back ? -sin(angle) : sin(angle));
+        double  half_turns = (double)now * exp(-r.log_base * pair) * 0.31830988618379067, cosine, sine;
+        sincospi(half_turns, &sine, &cosine); /* unlike sin and cos, reduces large angles in registers */
+        float   w = hpmlg_get(r.x, other), c = (float)cosine, s = (float)(r.back ? -sine : sine);
         float   v1 = v * c - w * s, w1 = w * c + v * s;
         hpmlg_put(r.y, at, r.add ? hpmlg_get(r.y, at) + v1 : v1);
         hpmlg_put(r.y, other, r.add ? hpmlg_get(r.y, other) + w1 : w1);
