@@ -412,6 +412,7 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
 #include <time.h>
 #include <unistd.h>
 #endif
+#define HPMLG_DEVICE static __device__ __forceinline__
 #ifndef HPML_CUDA_ON_CPU
 #include <cuda_runtime.h>
 #include <cuda_bf16.h>
@@ -436,7 +437,7 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
    f32. The arguments are one lane's registers, as PTX defines them: with g = lane / 4, t = lane % 4, a[0] to a[3]
    contain rows g, g + 8, g, g + 8 at columns 2t, 2t, 2t + 8, 2t + 8 (two neighbouring numbers each); b[0], b[1] rows 2t
    and 2t + 8 (two numbers each, downward) of column g; d rows g, g, g + 8, g + 8 at columns 2t, 2t + 1, 2t, 2t + 1. */
-static __device__ __forceinline__ void hpmlg_mma_16816(float d[4], const unsigned a[4], const unsigned b[2], bool f16)
+HPMLG_DEVICE void hpmlg_mma_16816(float d[4], const unsigned a[4], const unsigned b[2], bool f16)
 {
 #define HPMLG_MMA(type)                                                                                                \
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, " \
@@ -449,7 +450,7 @@ static __device__ __forceinline__ void hpmlg_mma_16816(float d[4], const unsigne
 /* Multiplies in tf32 on tensor cores, by one warp: d (16, 8) += a (16, 8) b (8, 8). With g = lane / 4, t = lane % 4:
    a[0..3] contain rows g, g + 8, g, g + 8 at columns t, t, t + 4, t + 4; b[0], b[1] rows t, t + 4 of column g; d[0..3]
    rows g, g, g + 8, g + 8 at columns 2t, 2t + 1, 2t, 2t + 1. a, b: f32 bits, whose low 13 are ignored. */
-static __device__ __forceinline__ void hpmlg_mma_1688_tf32(float d[4], const unsigned a[4], const unsigned b[2])
+HPMLG_DEVICE void hpmlg_mma_1688_tf32(float d[4], const unsigned a[4], const unsigned b[2])
 {
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
                  "{%0,%1,%2,%3};"
@@ -464,22 +465,19 @@ static __device__ __forceinline__ void hpmlg_mma_1688_tf32(float d[4], const uns
     asm volatile("ldmatrix.sync.aligned.m8n8.x4" variant ".shared.b16 {%0,%1,%2,%3}, [%4];"                            \
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])                                                      \
                  : "r"((unsigned)__cvta_generic_to_shared(row)) : "memory")
-static __device__ __forceinline__ void hpmlg_ldmatrix_x4(unsigned r[4], const void *row) { HPMLG_LDMATRIX(""); }
-static __device__ __forceinline__ void hpmlg_ldmatrix_x4_trans(unsigned r[4], const void *row)
-{
-    HPMLG_LDMATRIX(".trans");
-}
+HPMLG_DEVICE void hpmlg_ldmatrix_x4(unsigned r[4], const void *row) { HPMLG_LDMATRIX(""); }
+HPMLG_DEVICE void hpmlg_ldmatrix_x4_trans(unsigned r[4], const void *row) { HPMLG_LDMATRIX(".trans"); }
 
 /* Starts the copy of 16 bytes from global to shared memory, which overlaps with computation. If `valid` is false, the
    destination gets 16 zeros and `global` is not read. hpmlg_copy_commit closes a group of copies; hpmlg_copy_wait(n)
    returns when all groups of this thread but the last n have arrived. */
-static __device__ __forceinline__ void hpmlg_copy_async16(void *shared, const void *global, bool valid)
+HPMLG_DEVICE void hpmlg_copy_async16(void *shared, const void *global, bool valid)
 {
     unsigned at = (unsigned)__cvta_generic_to_shared(shared), bytes = valid ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(global), "r"(bytes) : "memory");
 }
 
-static __device__ __forceinline__ void hpmlg_copy_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
+HPMLG_DEVICE void hpmlg_copy_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
 #define hpmlg_copy_wait(n) asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory")
 
 #define HPMLG_UNROLL _Pragma("unroll")
@@ -490,7 +488,6 @@ static __device__ __forceinline__ void hpmlg_copy_commit(void) { asm volatile("c
 #endif
 
 #define HPMLG_FN static __attribute__((unused))
-#define HPMLG_DEVICE static __device__ __forceinline__
 #define HPMLG_WARP 32
 #define HPMLG_ALL_LANES 0xffffffffu
 
@@ -591,25 +588,16 @@ typedef struct hpmlg_vec8 { float v[8]; } hpmlg_vec8;
 /* Read or write (hpmlg_put8), as floats, elements 8 i to 8 i + 7 of the array `a`, which is aligned to 16 bytes. */
 HPMLG_DEVICE hpmlg_vec8 hpmlg_get8(hpmlg_array a, int64_t i)
 {
-    hpmlg_vec8 e;
     if (a.type == HPML_DTYPE_F32) {
         float4 x = ((const float4 *)a.p)[2 * i], y = ((const float4 *)a.p)[2 * i + 1];
-        e.v[0] = x.x;
-        e.v[1] = x.y;
-        e.v[2] = x.z;
-        e.v[3] = x.w;
-        e.v[4] = y.x;
-        e.v[5] = y.y;
-        e.v[6] = y.z;
-        e.v[7] = y.w;
-    } else {
-        uint4    w    = ((const uint4 *)a.p)[i];
-        unsigned u[4] = { w.x, w.y, w.z, w.w };
-        for (int j = 0; j < 4; j++) {
-            float2 f = hpmlg_widen(u[j], a.type);
-            e.v[2 * j]     = f.x;
-            e.v[2 * j + 1] = f.y;
-        }
+        return hpmlg_vec8{ { x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w } };
+    }
+    hpmlg_vec8 e;
+    uint4      w = ((const uint4 *)a.p)[i];
+    unsigned   u[4] = { w.x, w.y, w.z, w.w };
+    for (int j = 0; j < 8; j++) {
+        float2 f = hpmlg_widen(u[j / 2], a.type);
+        e.v[j] = j % 2 ? f.y : f.x;
     }
     return e;
 }
@@ -1495,7 +1483,7 @@ typedef struct hpmlg_strides {
 HPMLG_DEVICE int64_t hpmlg_strides_at(const hpmlg_strides &w, int s, int64_t i)
 {
     int64_t at = 0;
-    for (int k = 0; k < w.ndim - 1; k++) {
+    HPMLG_ROLLED for (int k = 0; k < w.ndim - 1; k++) { /* rolled, because copies of a division hold many registers */
         int64_t q = hpmlg_quotient(i, w.shape[k]);
         at += (i - q * w.shape[k]) * w.stride[s][k];
         i = q;
@@ -1563,10 +1551,9 @@ HPMLG_FN void hpmlg_broadcast_run(hpmlg_device *d, hpmlg_array y, hpmlg_array x,
 
 HPMLG_FN void hpmlg_op_scale(HPMLG_OP_ARGUMENTS)
 {
-    int64_t       count = hpml_tensor_count(n->out);
-    hpmlg_strides unused = {};
-    HPMLG_RUN_ITEMS(d, hpmlg_k_affine<true>, count, 2048, hpmlg_op_output(n, back), hpmlg_op_input(n, back), unused,
-                    n->attr.scale.a, back ? 0 : n->attr.scale.b, count, hpmlg_op_adds(n, back));
+    int64_t count = hpml_tensor_count(n->out);
+    HPMLG_RUN_ITEMS(d, hpmlg_k_affine<true>, count, 2048, hpmlg_op_output(n, back), hpmlg_op_input(n, back),
+                    hpmlg_strides(), n->attr.scale.a, back ? 0 : n->attr.scale.b, count, hpmlg_op_adds(n, back));
 }
 
 typedef struct hpmlg_binary { /* an op of two operands: add, sub, mul or div, or its gradients */
@@ -1624,7 +1611,7 @@ HPMLG_DEVICE hpmlg_vec8 hpmlg_operand_grad(const hpmlg_binary &b, int side, int6
         if (b.op == HPML_OP_SUB) g = side ? -g : g;
         else if (b.op == HPML_OP_MUL) g = g * (side ? p : q);
         else g = side ? -g / q * p / q : g / q;
-        d.v[j] = at + j >= from && at + j < to ? g : 0;
+        d.v[j] = flat || (at + j >= from && at + j < to) ? g : 0;
     }
     return d;
 }
@@ -1635,7 +1622,7 @@ template <bool flat> static __global__ void __launch_bounds__(256, flat ? 5 : 3)
 {
     const int64_t n = b.w.count;
     HPMLG_FOR_EACH_VEC8(at, n)
-        for (int side = 0; side < 2; side++)
+        HPMLG_UNROLL for (int side = 0; side < 2; side++)
             if (b.grad[side].p)
                 hpmlg_put_range(b.grad[side], at, 0, n, hpmlg_operand_grad<flat>(b, side, at, 0, n), b.add[side]);
 }
@@ -2238,11 +2225,27 @@ typedef struct hpmlg_map {
     int           operands;
 } hpmlg_map;
 
+/* Returns cos(x) if is_cosine, else sin(x). CUDA's sinf and cosf reduce large numbers through an array in local memory;
+   here x is multiplied by parts of 2 / pi, of 29 bits each, so that the products are exact, and each product loses its
+   multiples of 4, whole periods. */
+HPMLG_DEVICE float hpmlg_sine(float x, bool is_cosine)
+{
+    const double parts[] = { 0x1.45f306dp-1, 0x1.9391054p-30, 0x1.4fe13abp-59, 0x1.d1f534dp-88, 0x1.b81b6c5p-117,
+                             0x1.5993c4p-148, 0x1.c820ff2p-175 };
+    double quarters = 0, sine, cosine;
+    if (!(fabsf(x) >= 105615.0f)) return is_cosine ? cosf(x) : sinf(x); /* CUDA's limit, so nvcc drops the array */
+    HPMLG_UNROLL for (double part : parts) quarters += part * x - 4 * rint(part * x / 4);
+    sincospi(quarters / 2, &sine, &cosine);
+    return (float)(is_cosine ? cosine : sine);
+}
+
 /* Returns the value f(a, b, c) of the function m.kind if side is -1, or its derivative by a (side 0), b (1), c (2). */
 HPMLG_DEVICE float hpmlg_map_value(const hpmlg_map &m, float a, [[maybe_unused]] float b, [[maybe_unused]] float c,
                                    int side)
 {
     [[maybe_unused]] const float p = m.p, q = m.q;
+    if (m.kind == HPML_MAP_SIN) return hpmlg_sine(a, side >= 0);
+    if (m.kind == HPML_MAP_COS) return side < 0 ? hpmlg_sine(a, true) : -hpmlg_sine(a, false);
 #define HPMLG_X(name, operands, value, by_a, by_b, by_c)                                                               \
     if (m.kind == HPML_MAP_##name) {                                                                                   \
         if (side < 0) return value;                                                                                    \
@@ -2260,8 +2263,10 @@ static __global__ void hpmlg_k_map(hpmlg_map m, hpmlg_array to, int side, bool a
 {
     HPMLG_FOR_EACH(i, m.w.count) {
         float x[3] = { 0, 0, 0 };
-        for (int s = 0; s < m.operands; s++)
-            x[s] = hpmlg_get(m.x[s], hpmlg_strides_at(s < 2 ? m.w : m.third, s < 2 ? s : 0, i));
+        HPMLG_UNROLL for (int s = 0; s < 3; s++) {
+            const hpmlg_strides &w = s < 2 ? m.w : m.third;
+            if (s < m.operands) x[s] = hpmlg_get(m.x[s], hpmlg_strides_at(w, s % 2, i));
+        }
         float v = hpmlg_map_value(m, x[0], x[1], x[2], side);
         if (side >= 0) v *= hpmlg_get(m.dy, i);
         hpmlg_put(to, i, add ? hpmlg_get(to, i) + v : v);
@@ -3700,8 +3705,7 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_dense(const __g
     HPMLG_SHARED(unsigned short, tiles);
     hpmlg_tile t = hpmlg_block_tile<T>(g);
     int64_t    steps = (t.k1 - t.k0 + 31) / 32;
-    float      acc[T * T / 128];
-    HPMLG_UNROLL for (int i = 0; i < T * T / 128; i++) acc[i] = 0;
+    float      acc[T * T / 128] = {};
     for (int s = 0; s < HPMLG_STAGES - 1; s++) hpmlg_dense_stage<T, LA, LB>(g, t, s, tiles);
     HPMLG_ROLLED for (int64_t s = 0; s < steps; s++) {
         const unsigned short *a = tiles + s % HPMLG_STAGES * (2 * T * 32);
@@ -3802,8 +3806,7 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_gather(const __
     unsigned char *tiles = shared + (2 * T + 64) * sizeof(hpmlg_coord);
     hpmlg_tile     t     = hpmlg_block_tile<T>(g);
     int            id = (int)threadIdx.x, steps = (int)((t.k1 - t.k0 + 15) / 16);
-    float          acc[T * T / 128], va[T / 8], vb[T / 8];
-    HPMLG_UNROLL for (int i = 0; i < T * T / 128; i++) acc[i] = 0;
+    float          acc[T * T / 128] = {}, va[T / 8], vb[T / 8];
     for (int i = id; i < 2 * T; i += 128)
         lines[i] = i < T ? hpmlg_coord_of(g.a.line, t.row + i, g.m) : hpmlg_coord_of(g.b.line, t.col + i - T, g.n);
     for (int s = -2; s < steps; s++) { /* finds the coordinates of step s + 2, loads step s + 1, multiplies step s */
@@ -5286,6 +5289,14 @@ HPMLG_FN void hpmlg_dnn_close(hpmlg_device *d)
 #define HPMLG_ATTN_MOST 256 /* columns of a head that the kernels accept */
 #define HPMLG_ATTN_LD(columns) ((columns) + 8) /* floats from row to row, so that 8 rows lie in different banks */
 
+/* Returns v, of which the compiler then knows nothing: what is computed from the result is computed anew in every pass
+   of a loop, and not kept in registers, which the sums of attention need. */
+HPMLG_DEVICE int hpmlg_anew(int v)
+{
+    asm volatile("" : "+r"(v));
+    return v;
+}
+
 enum hpmlg_attn_part { HPMLG_ATTN_Q, HPMLG_ATTN_K, HPMLG_ATTN_V, HPMLG_ATTN_O };
 
 typedef struct hpmlg_attn {
@@ -5334,17 +5345,17 @@ template <int DP, class E> HPMLG_DEVICE E *hpmlg_tile_chunk(E *tile, int row, in
 
 /* Returns the offset in elements of row `row` of Q, K, V or O (part: an hpmlg_attn_part) of pair bh, a sample and a
    head of queries; K and V are those of the head of keys and values that this head of queries reads. */
-HPMLG_DEVICE int64_t hpmlg_attn_offset(const hpmlg_attn &p, int64_t bh, int part, int row)
+HPMLG_DEVICE int64_t hpmlg_attn_offset(const hpmlg_attn &p, int bh, int part, int row)
 {
-    int64_t b = bh / p.heads, at = b * p.T + row, heads = p.heads + 2 * p.kv_heads;
-    int     h = (int)(bh - b * p.heads);
+    int     b = bh / p.heads, h = bh - b * p.heads;
+    int64_t at = (int64_t)b * p.T + row, heads = p.heads + 2 * p.kv_heads;
     if (part == HPMLG_ATTN_O) return (at * p.heads + h) * p.D;
     if (part != HPMLG_ATTN_Q) h = p.heads + (part - HPMLG_ATTN_K) * p.kv_heads + h / p.group;
     return (at * heads + h) * p.D;
 }
 
 /* Returns true if key number `key` is hidden from query number `query` of pair bh of a sample and a head. */
-HPMLG_DEVICE bool hpmlg_attn_hidden(const hpmlg_attn &p, int64_t bh, int query, int key)
+HPMLG_DEVICE bool hpmlg_attn_hidden(const hpmlg_attn &p, int bh, int query, int key)
 {
     if (key >= p.T || (p.causal && key > query)) return true;
     if (!p.mask.p || query >= p.T) return false;
@@ -5355,9 +5366,10 @@ HPMLG_DEVICE bool hpmlg_attn_hidden(const hpmlg_attn &p, int64_t bh, int query, 
 /* Returns bits: bit j is set if the mask hides the pair of row `row` and the thread's column j of 2 N, counted from
    `column` on. KEYS: rows are keys and columns queries, else the reverse. Rolled, because the compiler takes minutes
    for many copies of hpmlg_attn_hidden. */
-template <bool KEYS, int N> HPMLG_DEVICE unsigned hpmlg_attn_hides(const hpmlg_attn &p, int64_t bh, int row, int column)
+template <bool KEYS, int N> HPMLG_DEVICE unsigned hpmlg_attn_hides(const hpmlg_attn &p, int bh, int row, int column)
 {
     unsigned bits = 0;
+    bh = hpmlg_anew(bh);
     HPMLG_ROLLED for (int j = 0; j < 2 * N; j++) {
         int c = column + j / 2 * 8 + (int)threadIdx.x % 4 * 2 + j % 2;
         int query = KEYS ? c : row;
@@ -5371,7 +5383,7 @@ template <bool KEYS, int N> HPMLG_DEVICE unsigned hpmlg_attn_hides(const hpmlg_a
    columns in shared memory, by a block of `threads` threads; rows beyond T and columns beyond D are zero. Aligned rows
    are copied asynchronously, until hpmlg_copy_wait. */
 template <int type, int DP, int threads, int rows>
-HPMLG_DEVICE void hpmlg_attn_load(const hpmlg_attn &p, typename hpmlg_element<type>::t *tile, int64_t bh, int part,
+HPMLG_DEVICE void hpmlg_attn_load(const hpmlg_attn &p, typename hpmlg_element<type>::t *tile, int bh, int part,
                                   int row)
 {
     typedef typename hpmlg_element<type>::t E;
@@ -5379,8 +5391,8 @@ HPMLG_DEVICE void hpmlg_attn_load(const hpmlg_attn &p, typename hpmlg_element<ty
     const int   step = threads / span; /* number of rows that the block loads at a time */
     bool        is_o = part == HPMLG_ATTN_O, is_aligned = is_o ? p.is_aligned_o : p.is_aligned;
     hpmlg_array a  = is_o ? p.o : p.qkv;
-    int         r  = (int)threadIdx.x / span;
-    int64_t     at = hpmlg_attn_offset(p, bh, part, row + r);
+    int         r  = hpmlg_anew((int)threadIdx.x) / span;
+    int64_t     at = hpmlg_attn_offset(p, hpmlg_anew(bh), part, row + r);
     int64_t     ld = (int64_t)(is_o ? p.heads : p.heads + 2 * p.kv_heads) * p.D;
     if (r >= step) return;
     for (int c = (int)threadIdx.x % span; c < chunks; c += span) {
@@ -5396,14 +5408,12 @@ HPMLG_DEVICE void hpmlg_attn_load(const hpmlg_attn &p, typename hpmlg_element<ty
     }
 }
 
-/* Computes d (16 M, 8 N) = a b^T over DP columns, by one warp. a: this warp's 16 M rows of a tile of `type` elements in
+/* Computes d (16 M, 8 N) += a b^T over DP columns, by one warp. a: the warp's 16 M rows of a tile of `type` elements in
    shared memory; b: 8 N rows of another tile. */
 template <int type, int DP, int M, int N>
 HPMLG_DEVICE void hpmlg_attn_scores(float (&d)[M][N][4], const unsigned short *a, const unsigned short *b)
 {
-    int lane = (int)threadIdx.x % HPMLG_WARP;
-    HPMLG_UNROLL for (int m = 0; m < M; m++)
-        HPMLG_UNROLL for (int j = 0; j < N; j++) d[m][j][0] = d[m][j][1] = d[m][j][2] = d[m][j][3] = 0;
+    int lane = hpmlg_anew((int)threadIdx.x) % HPMLG_WARP;
     HPMLG_UNROLL for (int k = 0; k < DP / 16; k++) {
         unsigned x[M][4], y[4];
         HPMLG_UNROLL for (int m = 0; m < M; m++)
@@ -5423,8 +5433,6 @@ template <int type, int DP, int M, int N>
 HPMLG_DEVICE void hpmlg_attn_scores(float (&d)[M][N][4], const float *a, const float *b)
 {
     int g = (int)threadIdx.x % HPMLG_WARP / 4, t = (int)threadIdx.x % 4;
-    HPMLG_UNROLL for (int m = 0; m < M; m++)
-        HPMLG_UNROLL for (int j = 0; j < N; j++) d[m][j][0] = d[m][j][1] = d[m][j][2] = d[m][j][3] = 0;
     HPMLG_ROLLED for (int k = 0; k < DP / 4; k++) {
         float4 x[M][2];
         HPMLG_UNROLL for (int i = 0; i < 2 * M; i++)
@@ -5483,19 +5491,19 @@ HPMLG_DEVICE void hpmlg_attn_accumulate(float (&d)[M][NO][4], const float (&s)[M
         }
 }
 
-/* Stores d (16 M, 8 NO), which the warp has in registers, times the rows' factors `scale` in p.out (p.add: adds to it):
-   in rows from `row` and columns from `column` on of Q, K, V or O (part: an hpmlg_attn_part) of pair bh of sample and
-   head. d goes through `space`, the warp's shared memory, so that each thread writes 8 neighbours. */
+/* Stores d (16 M, 8 NO), in the registers of a warp, times `scale` in p.out (p.add: adds to it), in rows from `row`
+   and columns from `column` on of Q, K, V or O (part: an hpmlg_attn_part) of pair bh of sample and head. d goes through
+   `space`, the warp's shared memory, so that each thread writes 8 neighbours. */
 template <int M, int NO>
-HPMLG_DEVICE void hpmlg_attn_store(const hpmlg_attn &p, int64_t bh, int part, int row, int column,
-                                   const float (&d)[M][NO][4], const float (&scale)[M][2], float *space)
+HPMLG_DEVICE void hpmlg_attn_store(const hpmlg_attn &p, int bh, int part, int row, int column,
+                                   const float (&d)[M][NO][4], float scale, float *space)
 {
     int lane = (int)threadIdx.x % HPMLG_WARP, g = lane / 4, t = lane % 4;
     __syncwarp(); /* wait, because threads may still read `space` */
     HPMLG_UNROLL for (int i = 0; i < 2 * M; i++)
         HPMLG_UNROLL for (int j = 0; j < NO; j++) {
-            float *to = space + (8 * i + g) * HPMLG_ATTN_LD(8 * NO) + 8 * j + 2 * t, k = scale[i / 2][i % 2];
-            *(float2 *)to = make_float2(k * d[i / 2][j][i % 2 * 2], k * d[i / 2][j][i % 2 * 2 + 1]);
+            float *to = space + (8 * i + g) * HPMLG_ATTN_LD(8 * NO) + 8 * j + 2 * t;
+            *(float2 *)to = make_float2(scale * d[i / 2][j][i % 2 * 2], scale * d[i / 2][j][i % 2 * 2 + 1]);
         }
     __syncwarp();
     HPMLG_ROLLED for (int i = lane; i < 16 * M * NO; i += HPMLG_WARP) {
@@ -5509,11 +5517,11 @@ HPMLG_DEVICE void hpmlg_attn_store(const hpmlg_attn &p, int64_t bh, int part, in
 /* Returns the first row of the tile of `rows` rows that this block computes, and sets *bh to the number of its pair of
    sample and head. The longest tiles are computed first: with a causal mask, these are the last tiles of queries
    (last_first), because the last queries read most keys, or the first tiles of keys, because most queries read them. */
-HPMLG_DEVICE int hpmlg_attn_tile(const hpmlg_attn &p, int rows, bool last_first, int64_t *bh)
+HPMLG_DEVICE int hpmlg_attn_tile(const hpmlg_attn &p, int rows, bool last_first, int *bh)
 {
-    int64_t tile = blockIdx.x / p.pairs;
-    *bh = blockIdx.x - tile * p.pairs;
-    return (int)(last_first ? (p.T + rows - 1) / rows - 1 - tile : tile) * rows;
+    int tile = (int)blockIdx.x / (int)p.pairs;
+    *bh = (int)blockIdx.x - tile * (int)p.pairs;
+    return (last_first ? (p.T + rows - 1) / rows - 1 - tile : tile) * rows;
 }
 
 /* Turns s, the scores of 16 M queries from `row` on with 8 N keys from `key` on, into exp2(score - maximum): softmax
@@ -5522,7 +5530,7 @@ HPMLG_DEVICE int hpmlg_attn_tile(const hpmlg_attn &p, int rows, bool last_first,
    columns, where a maximum grew. A row's maximum is -infinity until a key is not hidden from the row. */
 template <int M, int N, int NO>
 HPMLG_DEVICE void hpmlg_attn_softmax(const hpmlg_attn &p, float (&s)[M][N][4], float (&most)[M][2], float (&sum)[M][2],
-                                     float (&o)[M][NO][4], int64_t bh, int row, int key, bool edge)
+                                     float (&o)[M][NO][4], int bh, int row, int key, bool edge)
 {
     int   g = (int)threadIdx.x % HPMLG_WARP / 4;
     float base2 = fabsf(p.scale) * 1.4426950408889634f;
@@ -5566,15 +5574,11 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn(hpmlg_attn p)
     const int R = 16 * M * W, K = 8 * N, threads = HPMLG_WARP * W;
     HPMLG_SHARED(E, q);      /* (R, DP): the block's queries */
     E      *kv = q + R * DP; /* two stages of keys (K, DP) and values (K, DP) */
-    int64_t bh;
+    int     bh;
     int     first = hpmlg_attn_tile(p, R, true, &bh), row = first + (int)threadIdx.x / HPMLG_WARP * 16 * M, stage = 0;
     int     end = p.causal && first + R < p.T ? first + R : p.T;
-    float   o[M][DP / 8][4], s[M][N][4], most[M][2], sum[M][2];
-    HPMLG_UNROLL for (int m = 0; m < M; m++) {
-        most[m][0] = most[m][1] = -INFINITY;
-        sum[m][0] = sum[m][1] = 0;
-        HPMLG_UNROLL for (int j = 0; j < DP / 8; j++) o[m][j][0] = o[m][j][1] = o[m][j][2] = o[m][j][3] = 0;
-    }
+    float   o[M][DP / 8][4] = {}, most[M][2], sum[M][2] = {};
+    HPMLG_UNROLL for (int m = 0; m < M; m++) most[m][0] = most[m][1] = -INFINITY;
     hpmlg_attn_load<type, DP, threads, R>(p, q, bh, HPMLG_ATTN_Q, first);
     for (int key = -K; key < end; key += K, stage ^= 1) { /* loads the block at key + K, then computes the one at key */
         E *now = kv + stage * 2 * K * DP, *next = kv + (stage ^ 1) * 2 * K * DP;
@@ -5586,6 +5590,7 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn(hpmlg_attn p)
             hpmlg_copy_commit();
         }
         if (key < 0 || (p.causal && key >= row + 16 * M)) continue;
+        float s[M][N][4] = {};
         hpmlg_attn_scores<type, DP, M, N>(s, q + (row - first) * DP, now);
         hpmlg_attn_softmax(p, s, most, sum, o, bh, row, key,
                            key + K > p.T || (p.causal && key + K > row + 1) || p.mask.p);
@@ -5596,11 +5601,13 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn(hpmlg_attn p)
         int    r = row + 8 * i + (int)threadIdx.x % HPMLG_WARP / 4;
         v += __shfl_xor_sync(HPMLG_ALL_LANES, v, 1);
         v += __shfl_xor_sync(HPMLG_ALL_LANES, v, 2);
-        if (threadIdx.x % 4 == 0 && r < p.T) p.lse[bh * p.T + r] = v == 0 ? INFINITY : most[i / 2][i % 2] + log2f(v);
+        if (threadIdx.x % 4 == 0 && r < p.T)
+            p.lse[(int64_t)bh * p.T + r] = v == 0 ? INFINITY : most[i / 2][i % 2] + log2f(v);
         v = v == 0 ? 0 : 1 / v; /* v 0: the mask hides all keys from the query */
+        HPMLG_UNROLL for (int j = 0; j < DP / 4; j++) o[i / 2][j / 2][i % 2 * 2 + j % 2] *= v;
     }
     __syncthreads(); /* wait, because the result overwrites the tiles */
-    hpmlg_attn_store(p, bh, HPMLG_ATTN_O, row, 0, o, sum, (float *)q + (row - first) * HPMLG_ATTN_LD(DP));
+    hpmlg_attn_store(p, bh, HPMLG_ATTN_O, row, 0, o, 1, (float *)q + (row - first) * HPMLG_ATTN_LD(DP));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -5643,7 +5650,7 @@ static __global__ void hpmlg_k_attn_delta(hpmlg_attn p, hpmlg_array o)
    from some queries. */
 template <bool KEYS, int M, int N>
 HPMLG_DEVICE void hpmlg_attn_dscores(const hpmlg_attn &p, float (&s)[M][N][4], float (&dp)[M][N][4],
-                                     const float (&of_row)[M][2][2], const float *line, int64_t bh, int row,
+                                     const float (&of_row)[M][2][2], const float *line, int bh, int row,
                                      int column, bool edge)
 {
     int   g = (int)threadIdx.x % HPMLG_WARP / 4, t = (int)threadIdx.x % 4;
@@ -5672,12 +5679,12 @@ HPMLG_DEVICE void hpmlg_attn_dscores(const hpmlg_attn &p, float (&s)[M][N][4], f
 /* Loads lse and delta of K queries of pair bh, from `query` on, into line (2, K), by a block of `threads` threads;
    queries beyond the end get P = 0. */
 template <int threads, int K>
-HPMLG_DEVICE void hpmlg_attn_line(const hpmlg_attn &p, float *line, int64_t bh, int query)
+HPMLG_DEVICE void hpmlg_attn_line(const hpmlg_attn &p, float *line, int bh, int query)
 {
     for (int i = (int)threadIdx.x; i < K; i += threads) {
         bool in = query + i < p.T;
-        line[i]     = in ? p.lse[bh * p.T + query + i] : INFINITY;
-        line[K + i] = in ? p.delta[bh * p.T + query + i] : 0;
+        line[i]     = in ? p.lse[(int64_t)bh * p.T + query + i] : INFINITY;
+        line[K + i] = in ? p.delta[(int64_t)bh * p.T + query + i] : 0;
     }
 }
 
@@ -5685,42 +5692,36 @@ HPMLG_DEVICE void hpmlg_attn_line(const hpmlg_attn &p, float *line, int64_t bh, 
    from the queries of all heads of its group one after the other, or dQ of as many queries: DA columns of them, from
    column blockIdx.y x DA on. DP is the number of columns of a head, rounded up; scores need all of them. In shared
    memory, `own` has two tiles of DP columns, the rows of these keys or queries (K and V, or Q and dO); `stream` has two
-   stages, each of two tiles of 8 x N rows and DP columns of the other two arrays (Q and dO, or K and V). */
+   stages, each of two tiles of 8 x N rows and DP columns of the other two arrays (Q and dO, or K and V). At least four
+   blocks run in a multiprocessor where that takes no spills. */
 template <int type, int DP, int DA, int M, int W, int N, bool KEYS>
-static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
+static __global__ void __launch_bounds__(32 * W, !KEYS && M == 1 && DP <= 96 ? 4 : 0) hpmlg_k_attn_back(hpmlg_attn p)
 {
     typedef typename hpmlg_element<type>::t E;
     const int R = 16 * M * W, K = 8 * N, threads = HPMLG_WARP * W;
     HPMLG_SHARED(E, own);                              /* (R, DP) twice: keys and values, or queries and dO */
     E      *stream = own + 2 * R * DP;                 /* two stages of two tiles (K, DP): Q and dO, or K and V */
     float  *lines = (float *)(stream + 4 * K * DP);    /* two stages of lse and delta of the queries in stream */
-    int64_t bh;
+    int     bh;
     int     first = hpmlg_attn_tile(p, R, !KEYS, &bh), at = (int)threadIdx.x / HPMLG_WARP * 16 * M, row = first + at;
     int     begin = KEYS && p.causal ? first / K * K : 0, stage = 0, column = (int)blockIdx.y * DA;
     int     end = !KEYS && p.causal && first + R < p.T ? first + R : p.T, tiles = (end - begin + K - 1) / K;
-    float   d0[M][DA / 8][4], d1[KEYS ? M : 1][KEYS ? DA / 8 : 1][4], s[M][N][4], dp[M][N][4], of_row[M][2][2];
-    float   scale[M][2], one[M][2];
+    float   d0[M][DA / 8][4] = {}, d1[M][DA / 8][4] = {}, of_row[M][2][2]; /* d1: for KEYS */
     if (KEYS) bh *= p.group; /* the first head of queries in the group */
     /* 1. Unless KEYS (true: this block computes dK and dV; false: dQ) load lse (log-sum-exp of the scores) and delta
-          (sum of dO O) of the block's queries into registers; clear the sums; start to load the tiles in `own`, the
-          block's own keys and values, or queries and dO. */
+          (sum of dO O) of the block's queries into registers; start to load the tiles in `own`, the block's own keys
+          and values, or queries and dO. */
     HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
         int r = row + 8 * i + (int)threadIdx.x % HPMLG_WARP / 4;
-        of_row[i / 2][i % 2][0] = !KEYS && r < p.T ? p.lse[bh * p.T + r] : INFINITY;
-        of_row[i / 2][i % 2][1] = !KEYS && r < p.T ? p.delta[bh * p.T + r] : 0;
-        scale[i / 2][i % 2] = p.scale;
-        one[i / 2][i % 2] = 1;
-        HPMLG_UNROLL for (int j = 0; j < DA / 8; j++)
-            HPMLG_UNROLL for (int e = 0; e < 2; e++) {
-                d0[i / 2][j][i % 2 * 2 + e] = 0;
-                if (KEYS) d1[KEYS ? i / 2 : 0][KEYS ? j : 0][i % 2 * 2 + e] = 0;
-            }
+        of_row[i / 2][i % 2][0] = !KEYS && r < p.T ? p.lse[(int64_t)bh * p.T + r] : INFINITY;
+        of_row[i / 2][i % 2][1] = !KEYS && r < p.T ? p.delta[(int64_t)bh * p.T + r] : 0;
     }
     hpmlg_attn_load<type, DP, threads, R>(p, own, bh, KEYS ? HPMLG_ATTN_K : HPMLG_ATTN_Q, first);
     hpmlg_attn_load<type, DP, threads, R>(p, own + R * DP, bh, KEYS ? HPMLG_ATTN_V : HPMLG_ATTN_O, first);
     for (int i = -1; i < (KEYS ? p.group : 1) * tiles; i++, stage ^= 1) {
         int     c = begin + (i < 0 ? 0 : i % tiles) * K, next_c = begin + (i + 1) % tiles * K;
-        int64_t head = bh + (KEYS && i >= 0 ? i / tiles : 0), next_head = bh + (KEYS ? (i + 1) / tiles : 0);
+        int     head = bh + (KEYS && i >= 0 ? i / tiles : 0);
+        int     next_head = bh + (KEYS ? (i + 1) / tiles : 0);
         E     *now = stream + stage * 2 * K * DP, *next = stream + (stage ^ 1) * 2 * K * DP;
         float *line = lines + stage * 2 * K, *next_line = lines + (stage ^ 1) * 2 * K;
         /* 2. Wait until the current tiles in `stream` are loaded; start to load the next tiles, which for KEYS are of
@@ -5736,6 +5737,7 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
         }
         /* 3. Compute S and dP from the tiles, then P and dS in their place; skip tiles that the causal mask hides from
            all rows of this warp. */
+        float s[M][N][4] = {}, dp[M][N][4] = {};
         if (i < 0 || (p.causal && (KEYS ? c + K <= row : c >= row + 16 * M))) continue;
         hpmlg_attn_scores<type, DP, M, N>(s, own + at * DP, now);
         hpmlg_attn_scores<type, DP, M, N>(dp, own + (R + at) * DP, now + K * DP);
@@ -5748,8 +5750,8 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
     /* 5. Store the sums, through the shared memory of the tiles, which are not needed any more. */
     float *space = (float *)own + at * HPMLG_ATTN_LD(DA);
     __syncthreads();
-    hpmlg_attn_store(p, bh, KEYS ? HPMLG_ATTN_K : HPMLG_ATTN_Q, row, column, d0, scale, space);
-    if constexpr (KEYS) hpmlg_attn_store(p, bh, HPMLG_ATTN_V, row, column, d1, one, space);
+    hpmlg_attn_store(p, bh, KEYS ? HPMLG_ATTN_K : HPMLG_ATTN_Q, row, column, d0, p.scale, space);
+    if constexpr (KEYS) hpmlg_attn_store(p, bh, HPMLG_ATTN_V, row, column, d1, 1, space);
 }
 
 /* Launches an attention kernel, `threads` threads a block: one block computes `rows` rows, and of the columns one of
@@ -5839,13 +5841,12 @@ static __global__ void __launch_bounds__(128) hpmlg_k_attn_cached(hpmlg_attn p, 
     int     lane = (int)threadIdx.x % HPMLG_WARP, warp = (int)threadIdx.x / HPMLG_WARP;
     int64_t row = blockIdx.x / p.heads, h = blockIdx.x - row * p.heads, b = row / p.T, t = row - b * p.T;
     int64_t end = c.position[b] + t + 1, width = 2 * (int64_t)p.kv_heads * p.D, at = h / p.group * p.D;
-    int64_t from = hpmlg_attn_offset(p, b * p.heads + h, HPMLG_ATTN_Q, (int)t);
-    float   q[most_columns], o[most_columns], most = -INFINITY, sum = 0;
+    int64_t from = hpmlg_attn_offset(p, (int)(b * p.heads + h), HPMLG_ATTN_Q, (int)t);
+    float   q[most_columns], o[most_columns] = {}, most = -INFINITY, sum = 0;
     if (end <= 0 || end > c.S) end = 0;
     for (int j = 0; j < most_columns; j++) {
         int k = lane + j * HPMLG_WARP;
         q[j] = k < p.D ? p.scale * hpmlg_get(p.qkv, from + k) : 0;
-        o[j] = 0;
     }
     for (int64_t key = warp; key < end; key += 4) {
         const float *k = c.kv + (b * c.S + key) * width + at, *v = k + width / 2;
@@ -5952,8 +5953,9 @@ static __global__ void hpmlg_k_rotary(hpmlg_rotary r)
             continue;
         }
         int64_t other = at + (r.adjacent ? 1 : r.half), now = row - b * r.T + (r.position ? r.position[b] : 0);
-        double  angle = (double)now * exp(-r.log_base * pair);
-        float   w = hpmlg_get(r.x, other), c = (float)cos(angle), s = (float)(r.back ? -sin(angle) : sin(angle));
+        double  half_turns = (double)now * exp(-r.log_base * pair) * 0.31830988618379067, cosine, sine;
+        sincospi(half_turns, &sine, &cosine); /* unlike sin and cos, reduces large angles in registers */
+        float   w = hpmlg_get(r.x, other), c = (float)cosine, s = (float)(r.back ? -sine : sine);
         float   v1 = v * c - w * s, w1 = w * c + v * s;
         hpmlg_put(r.y, at, r.add ? hpmlg_get(r.y, at) + v1 : v1);
         hpmlg_put(r.y, other, r.add ? hpmlg_get(r.y, other) + w1 : w1);
@@ -6649,10 +6651,7 @@ HPMLG_DEVICE float hpmlg_update_checked(const hpml_update *u, float c1, float c2
     bool  good = isfinite(g * u->grad_scale), lamb = u->opt == HPML_OPT_LAMB;
     float y = hpmlg_update_one(u, c1, c2, w, good || !lamb ? g : 0, m, v);
     bool  states = isfinite(*m) && isfinite(*v);
-    if (!states) {
-        *m = 0;
-        *v = 0;
-    }
+    if (!states) *m = *v = 0;
     *gradient = *gradient || !good;
     *step     = *step || (good && !(states && isfinite(y)));
     return isfinite(y) || lamb ? y : w;

@@ -389,6 +389,8 @@ ONE(dropout, hpml_dropout(x, 0.3f))
 ONE(linear_sqrt, hpml_linear(x, 1, &(hpml_linear_desc){ .activation = HPML_ACT_SQRT }))
 ONE(linear_log, hpml_linear(x, 1, &(hpml_linear_desc){ .activation = HPML_ACT_LOG }))
 ONE(conv_sqrt, hpml_conv2d(x, 3, &(hpml_conv2d_desc){ .kernel_h = 3, .padding_h = 1, .activation = HPML_ACT_SQRT }))
+ONE(sin, hpml_sin(x))
+ONE(cos, hpml_cos(x))
 ONE(attention, hpml_attention(x, &(hpml_attention_desc){ .heads = 2 }))
 ONE(attention_full, hpml_attention(x, &(hpml_attention_desc){ .heads = 2, .not_causal = true, .scale = 0.11f }))
 
@@ -537,6 +539,18 @@ TEST(derivatives_end_with_their_rows)
     if (no_device()) SKIP("no CUDA device");
     EACH(linear, i) one_case(&linear[i], (const int64_t[4]){ 5, 3 }, HPML_CUDA_F32, 2e-5);
     one_case(&conv, (const int64_t[4]){ 2, 2, 5, 5 }, HPML_CUDA_F32, 2e-5);
+}
+
+/* Numbers that sinf and cosf reduce in another way than small ones: the kernel's own reduction has all their bits. */
+TEST(sines_of_large_numbers)
+{
+    static const one_op ops[] = {
+        { "sin from 3e5 on", one_sin, .shift = 3e5f }, { "cos from 3e5 on", one_cos, .shift = 3e5f },
+        { "sin of 2e9", one_sin, .shift = -2e9f },     { "cos of 2e9", one_cos, .shift = -2e9f },
+        { "sin of 3e38", one_sin, .shift = 3e38f },    { "cos of 3e38", one_cos, .shift = 3e38f },
+    };
+    if (no_device()) SKIP("no CUDA device");
+    EACH(ops, i) one_case(&ops[i], (const int64_t[4]){ 30, 40 }, HPML_CUDA_F32, 1e-6);
 }
 
 /* The input of these nodes and all their results are halves. */

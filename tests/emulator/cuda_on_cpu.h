@@ -961,6 +961,7 @@ EMU_FN float     __log2f(float a) { return log2f(a); }
 EMU_FN float     __sinf(float a) { return sinf(a); }
 EMU_FN float     __cosf(float a) { return cosf(a); }
 EMU_FN float     __powf(float a, float b) { return powf(a, b); }
+EMU_FN void      sincospi(double a, double *s, double *c) { *s = sin(M_PI * fmod(a, 2)), *c = cos(M_PI * fmod(a, 2)); }
 EMU_FN float     __saturatef(float a) { return a > 0 ? a < 1 ? a : 1 : 0; }
 EMU_FN float     rsqrtf(float a) { return emu::near(1 / sqrtf(a), 2); }
 EMU_FN double    rsqrt(double a) { return 1 / sqrt(a); }
