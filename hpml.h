@@ -229,6 +229,7 @@
 //     random   Philox: random numbers by number
 //     onebit   gradient codecs: 1 bit, bf16 and 2 bits, one row
 //     conv-kernels   convolution: tiles of pixels by channels
+//     pool-kernels   max pooling of planes by windows of 2 x 2
 //     conv-group-kernels   convolution in groups of few channels: sums of shifted arrays
 //     table   the kernels of this pass
 //     choose   which of the kernels run: the best instruction set of the CPU
@@ -10335,8 +10336,9 @@ HPMLI_FN void hpmli_grids_y(const hpmli_conv *c, const hpmli_grids_task *t, int6
     float           start[HPMLI_CONV_PANEL] = { 0 };
     hpmli_conv_taps d = hpmli_grids_sums(c, images);
     d.relu = c->act == HPML_ACT_RELU;
-    for (int64_t k = 0; c->lanes > 1 && k < c->taps; k++)
+    for (int64_t k = 0; lanes < c->lanes && k < c->taps; k++)
         for (int64_t i = 0; i < c->lanes; i++) t->w[k * c->lanes + i] = i < lanes ? w[i * c->taps + k] : 0;
+    if (c->lanes > 1 && lanes == c->lanes) c->ctx->k->conv_to_nhwc(t->w, w, lanes, 1, c->taps, lanes * c->taps);
     if (c->lanes > 1) w = t->w;
     for (int64_t o = 0; o < c->OC; o++, w += c->C * c->taps) {
         if (c->bias) memcpy(start, c->bias + u * c->lanes * c->OC + o, (size_t)lanes * sizeof(float));
@@ -23668,6 +23670,10 @@ HPMLI_KERNEL void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *p
     }
 }
 #endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>pool-kernels   max pooling of planes by windows of 2 x 2
+// ---------------------------------------------------------------------------------------------------------------------
 /* Sets the lanes of *best to those of v, and those of *from to `number`, where v is larger or NaN and *best is not NaN:
    so the first of equal maxima stays, and the first NaN. */
 HPMLI_VEC_INLINE void HV(pool_take)(HV(f32) *best, HV(f32) *from, HV(f32) v, float number)
@@ -23744,6 +23750,28 @@ HPMLI_VEC_INLINE void HV(conv_taps_block)(const int vectors, const hpmli_conv_ta
         HV(store_upto)(y + j * y_step, sum[j], lanes);
     }
 }
+/* Computes a vector of `lanes` lanes in each of four rows of y, as HV(conv_taps_block) does, for a kernel of 3 x 3
+   without dilation, whose rows read adjacent rows of x: rows of y then share most of the 18 vectors that they read. */
+HPMLI_VEC_INLINE void HV(conv_taps_3x3)(const hpmli_conv_taps *d, float *y, const float *x, const float *w,
+                                        HV(f32) start, int64_t lanes)
+{
+    HV(f32) v[18], sum[4];
+    HPMLI_UNROLL
+    for (int r = 0; r < 6; r++) {
+        const float *row = x + d->at[0] + r * d->x_row;
+        v[3 * r]     = HV(load)(row);
+        v[3 * r + 1] = HV(load)(row + 1);
+        v[3 * r + 2] = HV(load)(row + 2);
+    }
+    HPMLI_UNROLL
+    for (int j = 0; j < 4; j++) {
+        sum[j] = start;
+        HPMLI_UNROLL
+        for (int k = 0; k < 9; k++) sum[j] = HV(fma)(HV(set1)(w[k]), v[3 * j + k], sum[j]);
+        if (d->relu) sum[j] = HV(max)(HV(zero)(), sum[j]); /* in this order a NaN stays NaN */
+        HV(store_upto)(y + j * d->y_row, sum[j], lanes);
+    }
+}
 /* Computes rows of y as sums over the taps that d describes: four vectors at a time, as the CPU adds to several sums in
    the time that one takes; these are of four rows if rows are shorter than four vectors. Reads whole vectors, which may
    go beyond the end of a row of x: x must have memory behind the last row. */
@@ -23753,9 +23781,14 @@ HPMLI_KERNEL void HV(conv_taps)(const hpmli_conv_taps *d, float *y, const float 
     int64_t       r = 0;
     HV(f32)       v = HV(zero)();
     if (start) v = d->wide ? HV(load)(start) : HV(set1)(*start);
+    bool is_3x3 = d->taps == 9 && !d->wide && !d->add;
+    for (int k = 0; k < 9 && is_3x3; k++) is_3x3 = d->at[k] == d->at[0] + k / 3 * x_row + k % 3;
     for (; r + 4 <= d->rows && d->n < 4 * one; r += 4, y += 4 * y_row, x += 4 * x_row)
-        for (int64_t i = 0; i < d->n; i += one)
-            HV(conv_taps_block)(4, d, y + i, y_row, x + i, x_row, w, v, d->n - i < one ? d->n - i : one);
+        for (int64_t i = 0; i < d->n; i += one) {
+            const int64_t n = d->n - i < one ? d->n - i : one;
+            if (is_3x3) HV(conv_taps_3x3)(d, y + i, x + i, w, v, n);
+            else HV(conv_taps_block)(4, d, y + i, y_row, x + i, x_row, w, v, n);
+        }
     for (; r < d->rows; r++, y += y_row, x += x_row) {
         int64_t i = 0;
         for (; i + 4 * one <= d->n; i += 4 * one) HV(conv_taps_block)(4, d, y + i, one, x + i, one, w, v, one);
