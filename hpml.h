@@ -22798,15 +22798,16 @@ HPMLI_VEC_INLINE HV(u32) HV(add_neighbours)(HV(u32) a, HV(u32) b)
     return HV(as_words)(HV(even_lanes)(x, y)) + HV(as_words)(HV(odd_lanes)(x, y));
 }
 /* Defines the function `name`, which multiplies a, a row of A packed by HV(pack_row), with four columns of B, each of k
-   bytes: sums[q] is the product with column b[q]. */
+   bytes: sums[q] is the product with column b[q]. It prefetches the four columns that are `ahead` bytes behind these. */
 #define HPMLI_BYTE_DOTS(name, target, dot, group)                                                                      \
     static target __attribute__((unused)) void HV(name)(int64_t k, const uint32_t *a, const uint8_t *const *b,         \
-                                                        uint32_t *sums)                                                \
+                                                        int64_t ahead, uint32_t *sums)                                 \
     {                                                                                                                  \
         HV(u32) s0 = HV(set1_word)(0), s1 = s0, s2 = s0, s3 = s0;                                                      \
         for (int64_t p = 0; p < k; p += group * HV_LANES, a += HV_LANES) {                                             \
             int64_t at = p + group * HV_LANES <= k ? p : k - group * HV_LANES;                                         \
             HV(u32) x  = HV(load_words)(a);                                                                            \
+            for (int q = 0; q < 4; q++) __builtin_prefetch(b[q] + at + ahead);                                         \
             s0 = dot(s0, HV(load_bytes)(group, b[0] + at), x);                                                         \
             s1 = dot(s1, HV(load_bytes)(group, b[1] + at), x);                                                         \
             s2 = dot(s2, HV(load_bytes)(group, b[2] + at), x);                                                         \
@@ -22816,7 +22817,7 @@ HPMLI_VEC_INLINE HV(u32) HV(add_neighbours)(HV(u32) a, HV(u32) b)
         for (int lanes = HV_LANES; lanes > 4; lanes /= 2) s0 = HV(add_neighbours)(s0, s0);                             \
         memcpy(sums, &s0, 4 * sizeof *sums);                                                                           \
     }                                                                                                                  \
-    static void HV(name)(int64_t k, const uint32_t *a, const uint8_t *const *b, uint32_t *sums)
+    static void HV(name)(int64_t k, const uint32_t *a, const uint8_t *const *b, int64_t ahead, uint32_t *sums)
 HPMLI_BYTE_DOTS(dots_pair, HPMLI_TARGET, HV(add_pairs), 2);
 #ifdef HPMLI_BYTE_DOT
 HPMLI_BYTE_DOTS(dots_bytes, HPMLI_BYTE_TARGET, HPMLI_BYTE_DOT, 4);
@@ -22854,10 +22855,10 @@ HPMLI_KERNEL void HV(words_dots)(const hpmli_words_part *part)
                 const uint32_t *a = part->ws + i * HPMLI_DOTS_WORDS;
                 uint32_t       *c = (uint32_t *)part->c + (part->i0 + i) * part->ldc + j;
 #ifdef HPMLI_BYTE_DOT
-                if (group == 4) HV(dots_bytes)(k, a, column, sums);
+                if (group == 4) HV(dots_bytes)(k, a, column, 4 * part->b_col, sums);
                 else
 #endif
-                HV(dots_pair)(k, a, column, sums);
+                HV(dots_pair)(k, a, column, 4 * part->b_col, sums);
                 for (int q = 0; q < n; q++) c[q] = part->accumulate || p > 0 ? c[q] + sums[q] : sums[q];
             }
         }

@@ -4,8 +4,7 @@
    An op takes what its roofline says (operations / peak or bytes / bandwidth, whichever is longer) and, on the GPU, the
    launch of a kernel; a tensor that the other device reads crosses PCIe once. Small ops are faster on the CPU, large
    ones on the GPU, and an op beside either saves a transfer. The cheapest placement is a minimum cut (Stone 1977):
-   source the CPU, sink the GPU; edges from an op to these have its cost on the other one, edges to its readers that of
-   the transfer.
+   source the CPU, sink the GPU; an op has an edge to each with its cost on the other, and to readers for the transfer.
    Two ranks in virtual time stand for the devices, with the numbers of a V100 and of a processor with 16 cores; the
    dataflow runtime (examples/dataflow.h) runs the graph as it is placed: a net of two layers with a residual.
    prints for 8 to 512 rows: microseconds with all ops on the CPU, all on the GPU, and placed; which ops are on the GPU.
@@ -16,6 +15,7 @@
 #include "dataflow.h"
 #include <math.h>
 #include <stdio.h>
+#include <stdlib.h>
 
 enum { CPU, GPU, DEVICES, WIDTH = 256, NODES = 11, FREE = NODES - 2, POINTS = 2 + 3 * NODES }; /* FREE: may be placed */
 #define NEVER 1e3 /* seconds: more than any placement takes */
