@@ -2573,7 +2573,7 @@ typedef void hpmli_conv_tile_fn(HPMLI_CONV_TILE_ARGS);
 #define HPMLI_CONV_GRID  1024  /* floats in a grid that small images fill together */
 #define HPMLI_CONV_IMAGES 12 /* images that share a load of the weights, where images are small */
 #define HPMLI_CONV_NARROW 8  /* images with narrower rows have tiles that go over rows or images */
-#define HPMLI_CONV_FEW_PIXELS 64 /* see hpmli_conv_expands */
+#define HPMLI_CONV_FEW_PIXELS 64 /* most pixels of y where tiles of a 1 x 1 convolution read x in place */
 #define HPMLI_CONV_PIXELS 32 /* pixels whose products with a panel of weights are computed at once */
 #define HPMLI_CONV_PANEL 32 /* channels in a task of a convolution; a multiple of HPMLI_NR in every instruction set */
 
@@ -2677,8 +2677,8 @@ typedef struct hpmli_kernels {
     void (*conv_taps)(const hpmli_conv_taps *d, float *y, const float *x, const float *w, const float *start);
     void (*conv_dots)(const hpmli_conv_taps *d, float *dw, const float *x, const float *dy);
     void (*conv_pairs)(const hpmli_conv_copy *d, float *even, float *odd, float *x, bool join, int accumulate);
-    /* Sets y to the maxima of `rows` rows of n windows of 2 x 2 numbers each in x, whose rows are `width` floats apart,
-       and `at`, unless NULL, to the position of each maximum in its window, 0 to 3; the gradient of that. */
+    /* max_pool sets y to the maxima of `rows` rows of n windows of 2 x 2 in x, whose rows are `width` floats apart, and
+       `at`, unless NULL, to each maximum's position in its window, 0 to 3. max_pool_back computes dx from dy and at. */
     void (*max_pool)(float *y, float *at, const float *x, int64_t width, int64_t rows, int64_t n);
     void (*max_pool_back)(float *dx, const float *at, const float *dy, int64_t width, int64_t rows, int64_t n,
                           bool accumulate);
@@ -5274,8 +5274,8 @@ HPMLI_FN bool hpmli_rows_fit(hpml_ctx *ctx, hpml_node *const *nodes, int count)
     return true;
 }
 
-/* Notes that the gradients of all but sparse tables are dense, once the graph of these nodes, which trains, is planned:
-   a graph that fails computes no gradients. */
+/* Marks the tensors that these nodes read, but sparse tables, as having dense gradients, so that no sparse embedding
+   takes them later. Only for a graph with a loss, once it is planned: one that fails computes no gradients. */
 HPMLI_FN void hpmli_rows_note(hpml_node *const *nodes, int count)
 {
     for (int i = 0; i < count; i++)
@@ -9500,7 +9500,7 @@ HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
     return c;
 }
 
-/* Returns for how many k from *first on, below `count`, at + k * step is one of 0 .. size - 1. */
+/* Counts the k in [0, count) for which at + k * step is in [0, size); sets *first to the first one. at may be < 0. */
 HPMLI_FN int64_t hpmli_inside(int64_t at, int64_t step, int64_t size, int64_t count, int64_t *first)
 {
     int64_t end = at < size ? hpmli_min((size - 1 - at) / step + 1, count) : 0;
@@ -9508,9 +9508,9 @@ HPMLI_FN int64_t hpmli_inside(int64_t at, int64_t step, int64_t size, int64_t co
     return hpmli_max(end - *first, 0);
 }
 
-/* Sums leave out the padding, because its zeros change nothing. These return how many rows (i 0) or columns (i 1) of
-   the kernel, from *first on, read x and not its padding for row or column o of y; and for how many rows of y, from
-   *first on, row u of the kernel does. */
+/* Kernels skip padding where they can, because its zeros add nothing. Both return a count and set *first to the first
+   counted: taps_at counts the rows (i 0) or columns (i 1) of the kernel that read x, not its padding, for row or column
+   o of y; rows_at counts the rows of y for which row u of the kernel reads x. */
 HPMLI_FN int64_t hpmli_conv_taps_at(const hpmli_conv *c, int i, int64_t o, int64_t *first)
 {
     const hpml_attr *a = &c->n->attr;
@@ -9523,8 +9523,8 @@ HPMLI_FN int64_t hpmli_conv_rows_at(const hpmli_conv *c, int64_t u, int64_t *fir
     return hpmli_inside(u * a->conv.dilation[0] - a->conv.padding[0], a->conv.stride[0], c->H, c->OH, first);
 }
 
-/* Returns true for a convolution of 1 x 1 without stride and padding that is computed as a matrix product, which reads
-   x itself. Not where tiles do so (hpmli_conv_expands). */
+/* Returns true for a convolution of 1 x 1 without stride and padding that hpmli_conv_1x1 computes as a matrix product.
+   False where tiles of >>conv-kernels read x in place instead (c->reads_x, set by hpmli_conv_expands). */
 HPMLI_FN bool hpmli_conv_is_1x1(const hpmli_conv *c)
 {
     return c->taps == 1 && c->x_row_step == c->x_pitch && c->x_pixel_step == c->C && c->x_first == 0 && !c->reads_x;
@@ -9727,14 +9727,15 @@ static void hpmli_conv_keeps(hpml_graph *g, hpml_node *n)
    row, so that tiles are full and weights are read less often; if the graph is planned for several images, a tile
    has pixels of these instead. For this, the padded image of x is expanded to the numbers that each pixel of y reads,
    pixel by pixel. With a stride of 1 from row to row, these are only the numbers for one row of the kernel, because the
-   next row of the kernel reads the same, some rows of y later. The order of sums stays the same. A convolution of 1 x 1
-   of few pixels reads x itself, with pixels as rows of tiles and packed weights as vectors of channels; the matrix
-   product for it (hpmli_conv_1x1) would have vectors of pixels. */
+   next row of the kernel reads the same, some rows of y later. The order of sums stays the same. A 1 x 1 convolution of
+   few pixels does not copy x: tiles read it in place and have output channels as lanes, from the packed weights; in
+   hpmli_conv_1x1 the lanes would be pixels, too few for tiles of several vectors. */
 static void hpmli_conv_expands(hpmli_conv *c)
 {
     const hpml_attr *a  = &c->n->attr;
     const bool       by_row = a->conv.stride[0] == 1; /* a pixel's numbers of one row of the kernel, else of all rows */
-    c->reads_x = c->n->state->expands && hpmli_conv_is_1x1(c) && c->OH * c->OW <= HPMLI_CONV_FEW_PIXELS;
+    const bool       by_tiles = c->n->state->expands && !c->by_grids && a->conv.algorithm != HPML_CONV_IM2COL;
+    c->reads_x = by_tiles && hpmli_conv_is_1x1(c) && c->OH * c->OW <= HPMLI_CONV_FEW_PIXELS;
     if (c->reads_x) {
         c->x_channel    = c->nhwc ? 1 : c->H * c->W;
         c->x_pixel_step = c->x_pixel;
@@ -9742,7 +9743,7 @@ static void hpmli_conv_expands(hpmli_conv *c)
         c->OH = 1;
         return;
     }
-    if (!c->n->state->expands || !hpmli_conv_packs(c) || c->OW >= HPMLI_CONV_ROW || c->OC < HPMLI_CONV_PANEL) return;
+    if (!by_tiles || !hpmli_conv_packs(c) || c->OW >= HPMLI_CONV_ROW || c->OC < HPMLI_CONV_PANEL) return;
     int64_t pixel = c->taps * c->C / (by_row ? a->conv.kernel[0] : 1); /* floats of an expanded pixel */
     int64_t more  = by_row ? (a->conv.kernel[0] - 1) * a->conv.dilation[0] : 0; /* rows of x that y has not */
     c->expanded     = (c->OH + more) * c->OW * pixel;
@@ -9844,8 +9845,8 @@ HPMLI_FN hpmli_mat hpmli_conv_mat(const hpmli_conv *c, float *p, bool is_y, int6
     return m;
 }
 
-/* Copies group g of image b of x to `image`, in NHWC order and with zeros in its padding: in that of the image's rows,
-   because rows of padding are read only by hpmli_conv_expand. */
+/* Copies group g of image b of x to `image`, in NHWC order, and zeroes the padding at both ends of each row of x. Rows
+   of padding above and below are zeroed only for hpmli_conv_expand, because nothing else reads them. */
 HPMLI_FN void hpmli_conv_x_to_nhwc(const hpmli_conv *c, int64_t b, int64_t g, float *image)
 {
     const int64_t   side = c->n->attr.conv.padding[1] * c->C; /* floats of padding at each end of a row */
@@ -22798,16 +22799,15 @@ HPMLI_VEC_INLINE HV(u32) HV(add_neighbours)(HV(u32) a, HV(u32) b)
     return HV(as_words)(HV(even_lanes)(x, y)) + HV(as_words)(HV(odd_lanes)(x, y));
 }
 /* Defines the function `name`, which multiplies a, a row of A packed by HV(pack_row), with four columns of B, each of k
-   bytes: sums[q] is the product with column b[q]. It prefetches the four columns that are `ahead` bytes behind these. */
+   bytes: sums[q] is the product with column b[q]. */
 #define HPMLI_BYTE_DOTS(name, target, dot, group)                                                                      \
     static target __attribute__((unused)) void HV(name)(int64_t k, const uint32_t *a, const uint8_t *const *b,         \
-                                                        int64_t ahead, uint32_t *sums)                                 \
+                                                        uint32_t *sums)                                                \
     {                                                                                                                  \
         HV(u32) s0 = HV(set1_word)(0), s1 = s0, s2 = s0, s3 = s0;                                                      \
         for (int64_t p = 0; p < k; p += group * HV_LANES, a += HV_LANES) {                                             \
             int64_t at = p + group * HV_LANES <= k ? p : k - group * HV_LANES;                                         \
             HV(u32) x  = HV(load_words)(a);                                                                            \
-            for (int q = 0; q < 4; q++) __builtin_prefetch(b[q] + at + ahead);                                         \
             s0 = dot(s0, HV(load_bytes)(group, b[0] + at), x);                                                         \
             s1 = dot(s1, HV(load_bytes)(group, b[1] + at), x);                                                         \
             s2 = dot(s2, HV(load_bytes)(group, b[2] + at), x);                                                         \
@@ -22817,7 +22817,7 @@ HPMLI_VEC_INLINE HV(u32) HV(add_neighbours)(HV(u32) a, HV(u32) b)
         for (int lanes = HV_LANES; lanes > 4; lanes /= 2) s0 = HV(add_neighbours)(s0, s0);                             \
         memcpy(sums, &s0, 4 * sizeof *sums);                                                                           \
     }                                                                                                                  \
-    static void HV(name)(int64_t k, const uint32_t *a, const uint8_t *const *b, int64_t ahead, uint32_t *sums)
+    static void HV(name)(int64_t k, const uint32_t *a, const uint8_t *const *b, uint32_t *sums)
 HPMLI_BYTE_DOTS(dots_pair, HPMLI_TARGET, HV(add_pairs), 2);
 #ifdef HPMLI_BYTE_DOT
 HPMLI_BYTE_DOTS(dots_bytes, HPMLI_BYTE_TARGET, HPMLI_BYTE_DOT, 4);
@@ -22855,10 +22855,10 @@ HPMLI_KERNEL void HV(words_dots)(const hpmli_words_part *part)
                 const uint32_t *a = part->ws + i * HPMLI_DOTS_WORDS;
                 uint32_t       *c = (uint32_t *)part->c + (part->i0 + i) * part->ldc + j;
 #ifdef HPMLI_BYTE_DOT
-                if (group == 4) HV(dots_bytes)(k, a, column, 4 * part->b_col, sums);
+                if (group == 4) HV(dots_bytes)(k, a, column, sums);
                 else
 #endif
-                HV(dots_pair)(k, a, column, 4 * part->b_col, sums);
+                HV(dots_pair)(k, a, column, sums);
                 for (int q = 0; q < n; q++) c[q] = part->accumulate || p > 0 ? c[q] + sums[q] : sums[q];
             }
         }
@@ -23729,8 +23729,8 @@ HPMLI_KERNEL void HV(max_pool_back)(float *dx, const float *at, const float *dy,
 // >>conv-group-kernels   convolution in groups of few channels: sums of shifted arrays
 // ---------------------------------------------------------------------------------------------------------------------
 #if !HPMLI_SMALL
-/* Computes `vectors` vectors of `lanes` lanes of y, y_step floats apart, as sums over the taps that d describes of
-   numbers of x that are x_step floats apart from vector to vector. */
+/* Computes `vectors` vectors of y, `lanes` lanes each, y_step floats apart, as sums over the taps that d describes. The
+   numbers that a tap reads for one vector are x_step floats behind those that it reads for the vector before. */
 HPMLI_VEC_INLINE void HV(conv_taps_block)(const int vectors, const hpmli_conv_taps *d, float *y, int64_t y_step,
                                           const float *x, int64_t x_step, const float *w, HV(f32) start, int64_t lanes)
 {
@@ -23751,8 +23751,8 @@ HPMLI_VEC_INLINE void HV(conv_taps_block)(const int vectors, const hpmli_conv_ta
         HV(store_upto)(y + j * y_step, sum[j], lanes);
     }
 }
-/* Computes a vector of `lanes` lanes in each of four rows of y, as HV(conv_taps_block) does, for a kernel of 3 x 3
-   without dilation, whose rows read adjacent rows of x: rows of y then share most of the 18 vectors that they read. */
+/* Computes a vector of `lanes` lanes in each of four rows of y, as HV(conv_taps_block) does, for 3 x 3 taps on adjacent
+   rows and columns of x (stride and dilation 1): the four rows read 6 x 3 vectors, loaded once, not 4 x 9 times. */
 HPMLI_VEC_INLINE void HV(conv_taps_3x3)(const hpmli_conv_taps *d, float *y, const float *x, const float *w,
                                         HV(f32) start, int64_t lanes)
 {
@@ -23773,9 +23773,9 @@ HPMLI_VEC_INLINE void HV(conv_taps_3x3)(const hpmli_conv_taps *d, float *y, cons
         HV(store_upto)(y + j * d->y_row, sum[j], lanes);
     }
 }
-/* Computes rows of y as sums over the taps that d describes: four vectors at a time, as the CPU adds to several sums in
-   the time that one takes; these are of four rows if rows are shorter than four vectors. Reads whole vectors, which may
-   go beyond the end of a row of x: x must have memory behind the last row. */
+/* Computes rows of y as sums over the taps that d describes, four vectors at a time, because the CPU adds to several
+   independent sums in the time of one: vectors of one row or, if a row has less than four, of four rows. Reads whole
+   vectors, which may go beyond the end of a row of x: x must have memory behind the last row. */
 HPMLI_KERNEL void HV(conv_taps)(const hpmli_conv_taps *d, float *y, const float *x, const float *w, const float *start)
 {
     const int64_t one = HV_LANES, y_row = d->y_row, x_row = d->x_row;

@@ -40,8 +40,8 @@
 // thread, on a twin of the communicator (>>api-collectives).
 // SAME BITS: results do not depend on timing; every rank gets the same bits. The order of additions, and so the last
 // bit, depends on algorithm and number of ranks, unless you ask for exact sums (>>api-distribute).
-// NULL: a function that needs an argument which is NULL does nothing, and returns an error, NULL, false, 0 or, in place
-// of an index, -1. A function that writes a text returns its length if the buffer is NULL.
+// NULL: without an argument that it needs, a function only zeroes its results, if it has a place for them, and returns
+// an error, NULL, false, 0 or, for an index, -1. One that writes a text returns its length if the buffer is NULL.
 //
 // GLOSSARY
 //     rank            one of those that train together: a thread of this process, a forked process, a process under
@@ -2743,7 +2743,7 @@ struct hpmlc_group {
     hpmlc_group *next;
     int          size, open; /* ranks; ranks that have not closed their communicator */
     hpmlc_inbox *inbox;      /* (size) of each rank */
-    hpmlc_loan  *loans;      /* list of loans that not all ranks have received: a rank may have failed before */
+    hpmlc_loan  *loans;      /* loans that have not ended, the newest first; freeing the group ends the others, too */
 };
 
 typedef struct hpmlc_vthread hpmlc_vthread; /* a thread in virtual time: see >>clock */
@@ -3747,7 +3747,7 @@ HPMLC_FN int64_t hpmlc_held(const hpml_comm *c, bool reset)
 HPMLC_FN bool hpmlc_shares_arrays(const hpml_comm *c) { return c->t == &hpmlc_threads && !hpmlc_world_of(c)->buffered; }
 
 /* Makes c's group hold `loan` until hpmlc_lend_end or, if a rank fails before it has received the address, until all
-   ranks have closed c. Only rank 0 lends. False: c has no group that could. */
+   ranks have closed c. Only rank 0 lends. False: nothing is held, because c's transport is not THREADS. */
 HPMLC_FN bool hpmlc_lend(const hpml_comm *c, hpmlc_loan *loan)
 {
     if (c->t != &hpmlc_threads) return false;
@@ -8963,7 +8963,7 @@ HPMLC_FN void hpmlc_append(const hpmlc_text *to, size_t *length, const char *for
     if (n > 0) *length += (size_t)n;
 }
 
-/* Returns the text, empty for now, that hpmlc_append writes to `buffer`; NULL: it is only measured. */
+/* Begins a text in `buffer` that hpmlc_append extends: makes it empty. buffer NULL: hpmlc_append only counts. */
 HPMLC_FN hpmlc_text hpmlc_text_begin(char *buffer, size_t size)
 {
     const hpmlc_text to = { buffer, size };
@@ -17551,7 +17551,7 @@ typedef struct hpmlc_sim_letter { /* a message that has been sent to a rank whic
 typedef struct hpmlc_sim_rank { /* a simulated rank: its current round (move) and messages that came too early */
     int     phase, round;
     int     to, from;    /* to which rank the current move sends, from which it receives; -1: none; .to HPMLC_SIM_TURN:
-                            sends nothing, but goes on only when it would be its turn to send */
+                            sends nothing; the rank waits in the queue until its clock is the earliest, then goes on */
     int64_t bytes;       /* bytes sent by the current move */
     int     tag;         /* of the current move: it receives only messages whose sender's move has this tag */
     bool    far, far_from; /* only in programs (>>play): whether `to`, `from` is on another node */
@@ -17655,7 +17655,7 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net, int s
     return true;
 }
 
-/* Adds to a count of bytes, of many ranks and steps, which stays at the largest number. */
+/* Adds `bytes` to *sum, a count for many ranks and steps; a sum that would overflow is INT64_MAX instead. */
 HPMLC_FN void hpmlc_count(int64_t *sum, int64_t bytes)
 {
     if (__builtin_add_overflow(*sum, bytes, sum)) *sum = INT64_MAX;
@@ -17846,8 +17846,8 @@ HPMLC_FN void hpmlc_sim_keep(hpmlc_sim *s, int r, int from, double arrival)
     if (q->want == HPMLC_SIM_ANY) s->letter_came(s, r, i);
 }
 
-/* Simulates the rounds of rank r until r is about to send (then r is put into the queue), must wait for a message, or
-   has no round left. sent: true if the message of r's current round has been sent. */
+/* Simulates the rounds of rank r until r is about to send or takes a turn (then r is put into the queue), must wait for
+   a message, or has no round left. sent: true if the current round's message has been sent, or its turn has come. */
 HPMLC_FN void hpmlc_sim_advance(hpmlc_sim *s, int r, bool sent)
 {
     hpmlc_sim_rank *q = &s->rank[r];
@@ -17875,7 +17875,8 @@ HPMLC_FN void hpmlc_sim_begin(hpmlc_sim *s) /* fills the queue with the ranks th
 }
 
 /* Simulates the collective of s message by message: repeatedly takes, from the queue, the rank with the earliest clock,
-   and sends its next message. An actor that listens takes a message when all ranks of the queue have later clocks. */
+   sends its next message or ends its turn. An actor that listens takes a message when the ranks of the queue all have
+   later clocks. */
 HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
 {
     while ((s->runs > 0 || s->heard < 1e300) && !s->failed) {
@@ -19102,9 +19103,9 @@ HPMLC_FN void hpmlc_act_end(hpmlc_play *y, int a)
     if (y->actor[own].idle) hpmlc_sim_advance(&y->net, own, false);
 }
 
-/* Before own thread a posts a job: true if the thread's clock has changed since its last turn, so that its current move
-   is to wait for its turn. Without it a job of one background could begin before a message that the rank's other
-   background sends at the same time; so where there is one background no turn is taken. */
+/* For act POST of own thread a: if its clock has changed since its last turn, makes its move HPMLC_SIM_TURN and returns
+   true: the queue first lets all earlier sends go. Else the job could begin before a message that the rank's other
+   background sends at the same time; so with one background no turn is taken. */
 HPMLC_FN bool hpmlc_turn_move(hpmlc_play *y, int a)
 {
     if (y->net.streams < HPMLC_LISTS || y->actor[a].turn >= y->net.clock[a]) return false;
@@ -19149,8 +19150,8 @@ HPMLC_FN bool hpmlc_act_is_drawn(const hpmlc_play *y, int a, const hpmlc_act *ac
     return hpml_permute_index(y->seed, (uint64_t)round, y->workers, client) < act->drawn;
 }
 
-/* Performs the acts of actor a until one sends or receives a message, which becomes the actor's current move. False:
-   the actor's acts are over, or it waits for another actor of its rank, or it listens. */
+/* Performs the acts of actor a until one sends, receives or takes a turn, which becomes the actor's current move.
+   False: the actor's acts are over, or it waits for another actor of its rank, or it listens. */
 HPMLC_FN bool hpmlc_play_move(hpmlc_sim *s, int a)
 {
     hpmlc_play      *y = hpmlc_play_of(s);
@@ -20633,6 +20634,7 @@ HPMLC_FN bool hpmlc_play_actors(hpmlc_play *y)
         actor->idle = !hpmlc_is_own(y, a);
         actor->acts = &hpmlc_play_role(y, r)->list[HPMLC_LISTS - streams + a % streams];
         actor->rank = r;
+        actor->turn = -1;
         for (int g = 0; g < HPMLC_GROUPS && r < y->workers; g++) actor->place[g] = hpmlc_group_place(y, g, r);
         for (int g = 0; g < HPMLC_GROUP_ALL; g++) {
             if (r >= y->workers || hpmlc_group_size(y, g) == 1) continue;
@@ -20717,7 +20719,7 @@ HPMLC_FN hpml_status hpmlc_forecast_check(const hpml_plan *plan, const hpml_mode
                             "large or no fabric", m->name ? m->name : "");
     for (int i = 0; i < f->layers; i++) {
         const hpml_layer_facts *l = &f->layer[i];
-        const double many = (double)hpmlc_max(f->facts.batch, 1) / 1e3; /* below 1e15 floats in a layer's messages */
+        const double many = (double)hpmlc_max(f->facts.batch, 1) / 1e3; /* HPMLC_GOOD then allows 1e15 floats a batch */
         const double all[] = { l->forward_s, l->backward_s, l->flops / 1e12, l->bytes / 1e12, (double)l->rows / 1e6,
                                (double)hpmlc_max(l->rows, 1) * (double)l->cols, many * (double)l->edge,
                                (double)l->kept / 1e6, many * (double)l->forward_sum, many * (double)l->backward_sum,
@@ -20725,7 +20727,7 @@ HPMLC_FN hpml_status hpmlc_forecast_check(const hpml_plan *plan, const hpml_mode
         for (size_t k = 0; k < sizeof all / sizeof all[0]; k++)
             if (!HPMLC_GOOD(all[k]))
                 return hpmlc_refuse(to, wrong, "forecast: layer %d \"%s\" has a negative number, a NaN or one too "
-                                    "large with %lld samples (.facts.batch); the most are 1e15 floats in a message", i,
+                                    "large with %lld samples (.facts.batch); a batch has at most 1e15 floats", i,
                                     l->name ? l->name : "", (long long)f->facts.batch);
         if (l->flops > 0 && l->forward_s <= 0 && m->flops <= 0)
             return hpmlc_refuse(to, wrong, "forecast: layer %d \"%s\" has operations and no seconds, and the machine "

@@ -2225,15 +2225,15 @@ typedef struct hpmlg_map {
     int           operands;
 } hpmlg_map;
 
-/* Returns cos(x) if is_cosine, else sin(x). CUDA's sinf and cosf reduce large numbers through an array in local memory;
-   here x is multiplied by parts of 2 / pi, of 29 bits each, so that the products are exact, and each product loses its
-   multiples of 4, whole periods. */
+/* Returns cos(x) if is_cosine, else sin(x). CUDA's sinf and cosf reduce large x through an array in local memory. Here
+   x becomes quarter turns, x times 2 / pi: in parts of 29 bits, so that each product is exact in double; of each one
+   multiples of 4, whole turns, are dropped. */
 HPMLG_DEVICE float hpmlg_sine(float x, bool is_cosine)
 {
     const double parts[] = { 0x1.45f306dp-1, 0x1.9391054p-30, 0x1.4fe13abp-59, 0x1.d1f534dp-88, 0x1.b81b6c5p-117,
                              0x1.5993c4p-148, 0x1.c820ff2p-175 };
     double quarters = 0, sine, cosine;
-    if (!(fabsf(x) >= 105615.0f)) return is_cosine ? cosf(x) : sinf(x); /* CUDA's limit, so nvcc drops the array */
+    if (!(fabsf(x) >= 105615.0f)) return is_cosine ? cosf(x) : sinf(x); /* above, they would need the array */
     HPMLG_UNROLL for (double part : parts) quarters += part * x - 4 * rint(part * x / 4);
     sincospi(quarters / 2, &sine, &cosine);
     return (float)(is_cosine ? cosine : sine);
@@ -5692,8 +5692,8 @@ HPMLG_DEVICE void hpmlg_attn_line(const hpmlg_attn &p, float *line, int bh, int 
    from the queries of all heads of its group one after the other, or dQ of as many queries: DA columns of them, from
    column blockIdx.y x DA on. DP is the number of columns of a head, rounded up; scores need all of them. In shared
    memory, `own` has two tiles of DP columns, the rows of these keys or queries (K and V, or Q and dO); `stream` has two
-   stages, each of two tiles of 8 x N rows and DP columns of the other two arrays (Q and dO, or K and V). At least four
-   blocks run in a multiprocessor where that takes no spills. */
+   stages, each of two tiles of 8 x N rows and DP columns of the other two arrays (Q and dO, or K and V). Registers are
+   limited so that four blocks fit a multiprocessor, in the cases where the compiler then spills none. */
 template <int type, int DP, int DA, int M, int W, int N, bool KEYS>
 static __global__ void __launch_bounds__(32 * W, !KEYS && M == 1 && DP <= 96 ? 4 : 0) hpmlg_k_attn_back(hpmlg_attn p)
 {

@@ -3,8 +3,8 @@
    cc -O2 examples/42_place.c -o place -lm -lpthread && ./place [ROWS]
    An op takes what its roofline says (operations / peak or bytes / bandwidth, whichever is longer) and, on the GPU, the
    launch of a kernel; a tensor that the other device reads crosses PCIe once. Small ops are faster on the CPU, large
-   ones on the GPU, and an op beside either saves a transfer. The cheapest placement is a minimum cut (Stone 1977):
-   source the CPU, sink the GPU; an op has an edge to each with its cost on the other, and to readers for the transfer.
+   ones on the GPU; an op on its neighbours' device saves transfers. The cheapest placement is a minimum cut (Stone
+   1977): an edge between an op and a device has the op's cost on the other device, edges to its readers a transfer's.
    Two ranks in virtual time stand for the devices, with the numbers of a V100 and of a processor with 16 cores; the
    dataflow runtime (examples/dataflow.h) runs the graph as it is placed: a net of two layers with a residual.
    prints for 8 to 512 rows: microseconds with all ops on the CPU, all on the GPU, and placed; which ops are on the GPU.
@@ -68,7 +68,7 @@ static double placed_seconds(const flow *f)
 
 typedef double capacities[POINTS][POINTS]; /* [a][b]: what still fits through the edge from a to b */
 
-/* Finds the points that can be reached from point 0 by edges with capacity left; before: the point before each. */
+/* Sets `before` of points that edges with capacity left lead to from point 0. True: point 1 is among them. */
 static bool reach(capacities capacity, int points, int *before)
 {
     int queue[POINTS] = { 0 }, first = 0, last = 1;

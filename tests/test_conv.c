@@ -915,6 +915,8 @@ static const net nets[] = {
     { 12, 8, 40, 1, 1, 1, 2, true, true, true, HPML_CONV_AUTO, 0, 0, 0 },
     { 33, 8, 40, 1, 1, 1, 1, false, true, true, HPML_CONV_AUTO, 0, 1, 0 },
     { 12, 9, 40, 1, 1, 1, 1, true, true, true, HPML_CONV_AUTO, HPML_ACT_RELU, 0, 1 },
+    { 12, 8, 40, 1, 1, 1, 1, true, true, true, HPML_CONV_IM2COL, 0, 0, 0 },
+    { 12, 8, 12, 1, 1, 1, 12, true, true, true, HPML_CONV_AUTO, 0, 0, 0 },
 };
 #define NETS ((int)(sizeof nets / sizeof nets[0]))
 
