@@ -5695,7 +5695,7 @@ HPMLG_DEVICE void hpmlg_attn_line(const hpmlg_attn &p, float *line, int bh, int 
    stages, each of two tiles of 8 x N rows and DP columns of the other two arrays (Q and dO, or K and V). Registers are
    limited so that four blocks fit a multiprocessor, in the cases where the compiler then spills none. */
 template <int type, int DP, int DA, int M, int W, int N, bool KEYS>
-static __global__ void __launch_bounds__(32 * W, !KEYS && M == 1 && DP <= 96 ? 4 : 0) hpmlg_k_attn_back(hpmlg_attn p)
+static __global__ void __launch_bounds__(32 * W, !KEYS && M == 1 && DP <= 96 ? 4 : 1) hpmlg_k_attn_back(hpmlg_attn p)
 {
     typedef typename hpmlg_element<type>::t E;
     const int R = 16 * M * W, K = 8 * N, threads = HPMLG_WARP * W;
