@@ -9852,8 +9852,9 @@ HPMLI_FN void hpmli_conv_x_to_nhwc(const hpmli_conv *c, int64_t b, int64_t g, fl
     const int64_t   side = c->n->attr.conv.padding[1] * c->C; /* floats of padding at each end of a row */
     const float    *x    = hpmli_conv_mat(c, c->n->src[0]->data, false, b, g, 0, 1).p;
     hpmli_conv_copy copy = { c->H, c->W, c->C, c->x_pitch, c->C, c->W * c->x_pixel, c->x_pixel };
-    if (c->expanded > 0) memset(image, 0, (size_t)c->x_floats * sizeof(float));
-    for (int64_t h = 0; h < c->H && side > 0 && c->expanded == 0; h++) {
+    const bool      whole = c->expanded > 0 && c->x_first > 0;
+    if (whole) memset(image, 0, (size_t)c->x_floats * sizeof(float));
+    for (int64_t h = 0; h < c->H && side > 0 && !whole; h++) {
         float *row = image + c->x_first + h * c->x_pitch;
         memset(row - side, 0, (size_t)side * sizeof(float));
         memset(row + c->W * c->C, 0, (size_t)side * sizeof(float));
